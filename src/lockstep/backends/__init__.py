@@ -1,0 +1,47 @@
+"""With which framework: a table of names, each loaded when it is first asked for."""
+
+import importlib
+from functools import cache
+from typing import Any
+
+from lockstep.backends.protocol import Backend, LossSum, Ops, Tensor
+from lockstep.errors import BackendError
+from lockstep.registry import pick
+
+__all__ = ["BACKENDS", "Backend", "LossSum", "Ops", "Tensor", "backend_of", "load_backend"]
+
+BACKENDS = {"torch": "lockstep.backends.torch"}  # name -> module; the name is also the framework's package
+
+
+@cache
+def load_backend(name: str) -> Backend:
+    """The backend called `name`; the error says how to install a framework that is missing."""
+    module = pick(BACKENDS, name, "backend")
+    try:
+        backend: Backend = importlib.import_module(module).BACKEND
+    except ModuleNotFoundError as missing:
+        if missing.name != name:
+            raise
+        raise BackendError(
+            f"The backend {name!r} needs the package {name}, which is not installed. "
+            f"Install it: pip install 'lockstep[{name}]'."
+        ) from missing
+    return backend
+
+
+def backend_of(tensor: Any) -> Backend:
+    """The backend whose framework `tensor` belongs to; no other framework is imported.
+
+    >>> import torch
+    >>> backend_of(torch.ones(2)).name
+    'torch'
+    >>> backend_of([1.0, 2.0])
+    Traceback (most recent call last):
+    lockstep.errors.BackendError: A list is not a tensor of a known framework. There are: torch.
+    """
+    for parent in type(tensor).__mro__:
+        name = parent.__module__.partition(".")[0]
+        if name in BACKENDS:
+            return load_backend(name)
+    kind = type(tensor).__name__
+    raise BackendError(f"A {kind} is not a tensor of a known framework. There are: {', '.join(BACKENDS)}.")

@@ -1,0 +1,84 @@
+"""What Lockstep needs from a framework: about twenty small functions, and no more.
+
+A backend is one file. Functions give back new tensors where they can, because not every framework can change one in
+place. What a framework cannot do raises a `BackendError` that names the alternative; nothing is skipped silently.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from lockstep.device import Device, Hardware
+from lockstep.layout import Array, Layout
+
+Tensor = Any  # the framework's own
+LossSum = Callable[[list[Tensor], Tensor, Tensor], Tensor]  # (params, X, y) -> loss summed over the samples
+
+
+class Ops(Protocol):
+    """The operations that models are written in. Images are (samples, channels, height, width)."""
+
+    def conv2d(self, X: Tensor, weight: Tensor, bias: Tensor) -> Tensor: ...
+    def relu(self, X: Tensor) -> Tensor: ...
+    def avg_pool2d(self, X: Tensor, size: int) -> Tensor: ...
+    def flatten(self, X: Tensor) -> Tensor: ...
+    def linear(self, X: Tensor, weight: Tensor, bias: Tensor) -> Tensor: ...
+    def cross_entropy_sum(self, logits: Tensor, y: Tensor) -> Tensor: ...
+    def num_correct(self, logits: Tensor, y: Tensor) -> Tensor: ...
+
+
+class Backend(Protocol):
+    """One framework."""
+
+    name: str
+    ops: Ops
+
+    # --- the machine ---
+    def version(self) -> str: ...
+    def hardware(self) -> list[Hardware]:
+        """The GPUs, in order, and then the CPU."""
+        ...
+
+    # --- who runs, and how ---
+    def session(self, devices: list[Device]) -> AbstractContextManager[None]:
+        """While it lasts, kernels are deterministic; afterwards every setting is as it was."""
+        ...
+
+    def start_worker(self, device: Device) -> None:
+        """Makes the calling thread the one that works for `device`: one intra-op thread, a stream of its own."""
+        ...
+
+    def synchronize(self, device: Device) -> None:
+        """Returns when all that the calling thread asked of `device` is done."""
+        ...
+
+    # --- tensors ---
+    def from_numpy(self, array: Array, device: Device) -> Tensor: ...
+    def to_numpy(self, tensor: Tensor) -> Array: ...
+    def copy_to(self, tensor: Tensor, device: Device) -> Tensor:
+        """A new tensor on `device`, also where `tensor` is there already."""
+        ...
+
+    def assign(self, target: Tensor, source: Tensor) -> Tensor:
+        """`target` with the values of `source`: the same tensor where the framework can, else a new one."""
+        ...
+
+    def with_gradient(self, tensor: Tensor) -> Tensor:
+        """`tensor`, ready to get a gradient."""
+        ...
+
+    def add(self, left: Tensor, right: Tensor) -> Tensor: ...
+    def chunk(self, vector: Tensor, start: int, stop: int) -> Tensor: ...
+    def concat(self, vectors: list[Tensor]) -> Tensor: ...
+    def take(self, data: Tensor, order: Tensor, start: int, stop: int) -> Tensor:
+        """The samples `order[start:stop]` of `data`, freshly allocated; bytes become floats from 0 to 1."""
+        ...
+
+    # --- parameters as one flat vector ---
+    def flatten(self, layout: Layout, params: list[Tensor], device: Device) -> Tensor: ...
+    def unflatten(self, layout: Layout, flat: Tensor) -> list[Tensor]: ...
+    def value_and_grad(
+        self, loss_sum: LossSum, layout: Layout, flat: Tensor, X: Tensor, y: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The summed loss, and its gradient as one flat vector."""
+        ...

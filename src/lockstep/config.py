@@ -1,0 +1,61 @@
+"""The settings of a run: one frozen record, checked in one place. Deeper code trusts it."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.errors import ConfigError
+
+MAX_SHARDS = 4096
+MAX_SEED = 2**32 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything a run depends on; two equal records give two equal runs.
+
+    The weights depend on the first group alone. The second decides where and how fast they are computed.
+
+    >>> RunConfig(batch_size=0)
+    Traceback (most recent call last):
+    lockstep.errors.ConfigError: A batch of 0 samples cannot be trained on. Use --batch-size 1 or more.
+    """
+
+    model: str = "lenet"
+    data: str = "fashion-mnist"  # a name, or the path of a .npz file
+    batch_size: int = 256  # samples of one update, over all devices together
+    learning_rate: float = 0.2  # for batch_size; never scaled behind the user's back
+    num_epochs: int = 10
+    num_shards: int = 8  # parts of a batch: part of the run, as the number of devices is not
+    seed: int = 0
+    backend: str = "torch"
+
+    devices: int | str | None = None  # a number, or a list like cpu:0,cpu:1; nothing: all that there is
+    engine: str = "inprocess"
+    exchange: str = "sharded"
+    data_dir: Path | None = None  # where the files of a named data set lie
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ConfigError(
+                f"A batch of {self.batch_size} samples cannot be trained on. Use --batch-size 1 or more."
+            )
+        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
+            raise ConfigError(
+                f"The learning rate {self.learning_rate} does not train. Use a positive number: --lr 0.2."
+            )
+        if self.num_epochs < 1:
+            raise ConfigError(f"{self.num_epochs} epochs leave nothing to do. Use --epochs 1 or more.")
+        if not 1 <= self.num_shards <= MAX_SHARDS:
+            raise ConfigError(f"A batch cannot be cut into {self.num_shards} shards. Use --shards 1 to {MAX_SHARDS}.")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise ConfigError(f"The seed {self.seed} is out of range. Use --seed 0 to {MAX_SEED}.")
+
+
+def check_ranks(num_ranks: int, num_shards: int) -> None:
+    """Refuses more devices than shards: the last ones would never have work."""
+    if num_ranks > num_shards:
+        raise ConfigError(
+            f"{num_ranks} devices cannot share {num_shards} shard{'s' * (num_shards > 1)}: some would never have work. "
+            f"Use at most {num_shards} devices, or --shards {num_ranks} (which makes it another run, with other bits)."
+        )

@@ -1,0 +1,33 @@
+"""Data sets: by name, or from a `.npz` file."""
+
+from pathlib import Path
+
+from lockstep.data.dataset import Dataset
+from lockstep.data.fashion_mnist import read_folder, read_mini
+from lockstep.data.npz import read_npz
+from lockstep.data.sources import Progress, find_or_fetch, no_progress
+from lockstep.errors import DataError
+from lockstep.registry import pick
+
+__all__ = ["DATASETS", "Dataset", "load_dataset"]
+
+DATASETS = {
+    "fashion-mnist": "60,000 training and 10,000 test images of 10 kinds of clothing",
+    "fashion-mnist-mini": "2,000 + 500 of them, shipped with Lockstep",
+}
+
+
+def load_dataset(name: str, data_dir: Path | None = None, progress: Progress = no_progress) -> Dataset:
+    """The data set called `name`, or in the `.npz` file at `name`. Fetches what is not on this machine.
+
+    >>> load_dataset("fashion-mnist-mini").X_train.shape
+    (2000, 1, 28, 28)
+    """
+    if name.endswith(".npz"):
+        return read_npz(Path(name), name)
+    pick(DATASETS, name, "data set (or .npz file)")
+    if name == "fashion-mnist-mini":
+        if data_dir is not None:
+            raise DataError("fashion-mnist-mini ships with Lockstep: leave --data-dir away, or use fashion-mnist.")
+        return read_mini()
+    return read_folder(find_or_fetch(data_dir, progress))

@@ -1,0 +1,61 @@
+"""A data set in memory: images or vectors, and a class number for each."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lockstep.errors import DataError
+from lockstep.layout import Array
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Training and test samples. Bytes stand for 0 to 255 and reach the model as 0 to 1; floats stay as they are."""
+
+    name: str
+    X_train: Array
+    y_train: Array
+    X_test: Array
+    y_test: Array
+
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        """The shape of one sample: (channels, height, width) for images."""
+        return tuple(self.X_train.shape[1:])
+
+    @property
+    def num_classes(self) -> int:
+        """One more than the largest label."""
+        return int(max(self.y_train.max(), self.y_test.max())) + 1
+
+
+def checked_dataset(name: str, X_train: Array, y_train: Array, X_test: Array, y_test: Array) -> Dataset:
+    """The data set, once samples and labels fit together; images without a channel dimension get one."""
+    parts = []
+    for part, X, y in (("train", X_train, y_train), ("test", X_test, y_test)):
+        if X.dtype != np.uint8 and not np.issubdtype(X.dtype, np.floating):
+            raise DataError(f"{name}: X_{part} has numbers of type {X.dtype}. Use uint8 or float32.")
+        if not np.issubdtype(y.dtype, np.integer):
+            raise DataError(f"{name}: y_{part} has numbers of type {y.dtype}. Labels are whole numbers from 0 on.")
+        if y.ndim != 1 or X.ndim < 2:
+            raise DataError(
+                f"{name}: X_{part} has shape {X.shape} and y_{part} {y.shape}. "
+                f"X needs samples first and at least one more dimension, y one label for each sample."
+            )
+        if len(X) != len(y) or not len(X):
+            raise DataError(f"{name}: {len(X)} samples in X_{part} and {len(y)} labels in y_{part}.")
+        if y.min() < 0 or y.max() > 65_535:
+            raise DataError(f"{name}: the labels in y_{part} go from {y.min()} to {y.max()}. Use 0 to 65535.")
+        if np.issubdtype(X.dtype, np.floating):
+            if not np.isfinite(X).all():
+                raise DataError(f"{name}: X_{part} holds NaN or infinite numbers. Remove them first.")
+            X = np.array(X, np.float32)
+        X = X[:, None] if X.ndim == 3 else X
+        parts += [np.ascontiguousarray(X), y.astype(np.int64)]
+    X_train, y_train, X_test, y_test = parts
+    if X_train.shape[1:] != X_test.shape[1:]:
+        raise DataError(
+            f"{name}: a training sample has shape {X_train.shape[1:]} and a test sample {X_test.shape[1:]}. "
+            f"Make them the same."
+        )
+    return Dataset(name, X_train, y_train, X_test, y_test)

@@ -1,0 +1,68 @@
+"""The IDX format of MNIST and Fashion-MNIST, gzip or plain: magic number, dimensions, bytes.
+
+    0  0  type  dims | size of each dimension, 4 bytes, big-endian | the bytes, last dimension fastest
+"""
+
+import gzip
+import math
+import struct
+import zlib
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from lockstep.errors import DataError
+from lockstep.layout import Array
+
+UNSIGNED_BYTE = 0x08
+MAX_BYTES = 1 << 31  # no real file of this kind comes near; a forged header could ask for any size
+
+
+def unpack(path: Path) -> bytes:
+    """The bytes of a file, unpacked if it is gzip. The error names the file and what is wrong with it."""
+    try:
+        with path.open("rb") as raw:
+            packed = raw.read(2) == b"\x1f\x8b"
+            raw.seek(0)
+            source: IO[bytes] = gzip.open(raw) if packed else raw  # type: ignore[assignment]
+            content = source.read(MAX_BYTES + 1)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as damaged:
+        raise DataError(f"{path} is a damaged gzip file ({damaged}). Remove it and fetch it again.") from damaged
+    except OSError as unreadable:
+        raise DataError(f"{path} cannot be read: {unreadable.strerror}.") from unreadable
+    if len(content) > MAX_BYTES:
+        raise DataError(f"{path} unpacks to more than {MAX_BYTES} bytes, which no data set of this kind has.")
+    return content
+
+
+def parse_idx(content: bytes, num_dims: int, name: str) -> Array:
+    """The array in an IDX file's unpacked bytes. `num_dims` is 3 for images, 1 for labels."""
+    if len(content) < 4:
+        raise DataError(f"{name} has {len(content)} bytes: too short for an IDX file. It may be truncated.")
+    zeros, kind, found_dims = struct.unpack(">HBB", content[:4])
+    if zeros != 0 or kind != UNSIGNED_BYTE or found_dims != num_dims:
+        raise DataError(
+            f"{name} starts with the magic number 0x{content[:4].hex()}, and an IDX file of bytes with {num_dims} "
+            f"dimension{'s' * (num_dims > 1)} with 0x0000{UNSIGNED_BYTE:02x}{num_dims:02x}. It is another kind of file."
+        )
+    header = 4 + 4 * num_dims
+    if len(content) < header:
+        raise DataError(f"{name} ends inside its header, after {len(content)} bytes. It is truncated.")
+    shape = struct.unpack(f">{num_dims}I", content[4:header])
+    if len(content) != header + math.prod(shape):
+        what = "truncated" if len(content) < header + math.prod(shape) else "too long"
+        raise DataError(
+            f"{name} announces {' x '.join(map(str, shape))} = {math.prod(shape)} bytes and holds "
+            f"{len(content) - header}. It is {what}."
+        )
+    return np.frombuffer(bytearray(content), np.uint8, offset=header).reshape(shape)
+
+
+def check_labels(labels: Array, num_classes: int, name: str) -> None:
+    """Refuses labels that are not class numbers."""
+    if labels.size and labels.max() >= num_classes:
+        where = int(np.argmax(labels >= num_classes))
+        raise DataError(
+            f"{name}: label {where} is {labels[where]}, and there are {num_classes} classes, 0 to {num_classes - 1}."
+        )

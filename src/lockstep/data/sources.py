@@ -1,0 +1,191 @@
+"""Where Fashion-MNIST comes from. Sources are tried in this order; the first that has all four files wins.
+
+    1. --data-dir            what the user named; nothing else is tried then
+    2. the user's cache      $XDG_CACHE_HOME/lockstep/fashion-mnist
+    3. the system's folder   where Debian's package dataset-fashion-mnist puts it
+    4. public mirrors        over HTTPS, into the cache; an interrupted download goes on where it stopped
+    5. Debian's package      fetched and unpacked into the cache, without installing it
+
+Whatever the source, a file enters the cache only after its unpacked bytes have been verified.
+"""
+
+import os
+import shutil
+import subprocess
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+from lockstep.data.fashion_mnist import FILES, IdxFile, find_in, read_verified
+from lockstep.errors import DataError
+
+SYSTEM_FOLDER = Path("/usr/share/datasets/fashion-mnist")
+DEBIAN_PACKAGE = "dataset-fashion-mnist"
+MIRRORS = (
+    "https://storage.googleapis.com/tensorflow/tf-keras-datasets",
+    "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion",
+)
+TIMEOUT_SECONDS = 10.0  # to connect, and between two pieces of an answer
+APT_TIMEOUT_SECONDS = 300.0
+
+Progress = Callable[[str, int, int], None]  # (what is being fetched, bytes so far, bytes in all or 0 if unknown)
+
+
+def no_progress(what: str, num_bytes: int, num_bytes_in_all: int) -> None:
+    """Shows nothing."""
+
+
+def cache_folder() -> Path:
+    """Where fetched data is kept for this user."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "lockstep" / "fashion-mnist"
+
+
+def has_all(folder: Path) -> bool:
+    """Whether `folder` has the four files (not whether they are right)."""
+    return all(find_in(folder, file) for file in FILES)
+
+
+def locate(data_dir: Path | None = None) -> Path | None:
+    """The folder that has Fashion-MNIST already, without fetching anything."""
+    folders = [data_dir] if data_dir is not None else [cache_folder(), SYSTEM_FOLDER]
+    return next((folder for folder in folders if has_all(folder)), None)
+
+
+def find_or_fetch(
+    data_dir: Path | None = None,
+    progress: Progress = no_progress,
+    mirrors: tuple[str, ...] = MIRRORS,
+) -> Path:
+    """The folder that has Fashion-MNIST, after fetching it if need be; the error lists all that was tried."""
+    found = locate(data_dir)
+    if found is not None:
+        return found
+    names = ", ".join(f"{file.name}.gz" for file in FILES)
+    if data_dir is not None:
+        raise DataError(f"{data_dir} does not have Fashion-MNIST. Put these files there, packed or not: {names}.")
+    cache = cache_folder()
+    tried = [f"{cache}: not there", f"{SYSTEM_FOLDER}: not there"]
+    for name, fetch in [(url, _mirror(url)) for url in mirrors] + [(f"Debian's {DEBIAN_PACKAGE}", from_debian)]:
+        try:
+            fetch(cache, progress)
+            return cache
+        except DataError as problem:
+            tried.append(f"{name}: {problem}")
+    raise DataError(
+        "Fashion-MNIST could not be found or fetched. Tried:\n"
+        + "".join(f"  - {line}\n" for line in tried)
+        + f"Put these files into a folder and name it with --data-dir: {names}. "
+        + "Or start with the small sample that ships with Lockstep: --data fashion-mnist-mini."
+    )
+
+
+def _mirror(url: str) -> Callable[[Path, Progress], None]:
+    return lambda cache, progress: from_mirror(url, cache, progress)
+
+
+def from_mirror(url: str, cache: Path, progress: Progress = no_progress) -> None:
+    """Downloads the files that `cache` lacks from the folder at `url`."""
+    for file in FILES:
+        if find_in(cache, file) is None:
+            part = _writable(cache) / f"{file.name}.gz.part"
+            try:
+                download(f"{url}/{file.name}.gz", part, progress)
+            except (OSError, urllib.error.URLError) as problem:
+                raise DataError(_reason(problem)) from problem
+            _accept(part, file, cache)
+
+
+def download(url: str, part: Path, progress: Progress = no_progress) -> None:
+    """The file at `url` into `part`, which may hold the beginning of it already."""
+    start = part.stat().st_size if part.exists() else 0
+    request = urllib.request.Request(url, headers={"Range": f"bytes={start}-"} if start else {})
+    try:
+        answer = urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS)
+    except urllib.error.HTTPError as refused:
+        refused.close()
+        if refused.code == 416:  # nothing is left to send: the part is whole, or is not a part of this file
+            return
+        raise
+    with answer:
+        goes_on = answer.status == 206
+        start = start if goes_on else 0
+        in_all = start + int(answer.headers.get("Content-Length") or 0)
+        with part.open("ab" if goes_on else "wb") as out:
+            while piece := answer.read(1 << 16):
+                out.write(piece)
+                progress(url.rpartition("/")[2], out.tell(), in_all)
+        if in_all > start and part.stat().st_size < in_all:
+            raise ConnectionError(f"the connection ended after {part.stat().st_size} of {in_all} bytes")
+
+
+def from_debian(cache: Path, progress: Progress = no_progress) -> None:
+    """Fetches Debian's package and takes the files out of it. Nothing is installed, and no rights are needed."""
+    if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
+        raise DataError("no apt-get on this machine")
+    progress(f"Debian's {DEBIAN_PACKAGE}", 0, 0)
+    with tempfile.TemporaryDirectory(prefix="lockstep-apt-") as name:
+        work = Path(name)
+        try:
+            _run(["apt-get", "download", DEBIAN_PACKAGE], work)
+        except DataError:  # the machine's package lists are missing or old: make our own, in the work folder
+            (work / "lists" / "partial").mkdir(parents=True)
+            (work / "cache" / "archives" / "partial").mkdir(parents=True)
+            own = ["-o", f"Dir::State::lists={work}/lists", "-o", f"Dir::Cache={work}/cache"]
+            own += ["-o", "APT::Sandbox::User="]  # apt's own user could not write to a private folder
+            _run(["apt-get", *own, "update"], work)
+            _run(["apt-get", *own, "download", DEBIAN_PACKAGE], work)
+        packages = sorted(work.glob("*.deb"))
+        if not packages:
+            raise DataError("apt-get downloaded no package")
+        _run(["dpkg-deb", "-x", str(packages[0]), str(work / "unpacked")], work)
+        unpacked = work / "unpacked" / SYSTEM_FOLDER.relative_to("/")
+        for file in FILES:
+            source = find_in(unpacked, file)
+            if source is None:
+                raise DataError(f"the package has no {file.name}")
+            part = _writable(cache) / f"{source.name}.part"
+            shutil.copyfile(source, part)
+            _accept(part, file, cache)
+
+
+def _run(command: list[str], folder: Path) -> None:
+    try:
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=APT_TIMEOUT_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as problem:
+        raise DataError(f"{' '.join(command[:2])}: {_reason(problem)}") from problem
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if line.startswith("E:")] or done.stderr.splitlines()
+        raise DataError(f"{command[0]} failed: {said[0] if said else f'exit status {done.returncode}'}")
+
+
+def _accept(part: Path, file: IdxFile, cache: Path) -> None:
+    """Gives a verified file its final name; a wrong one is removed."""
+    try:
+        read_verified(part, file)
+    except DataError:
+        part.unlink()
+        raise
+    part.replace(cache / part.name.removesuffix(".part"))
+
+
+def _writable(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise DataError(f"the cache {folder} cannot be made ({problem.strerror})") from problem
+    return folder
+
+
+def _reason(problem: Exception) -> str:
+    return str(getattr(problem, "reason", None) or problem)

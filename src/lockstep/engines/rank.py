@@ -1,0 +1,96 @@
+"""What one rank does in each phase of a step; every engine runs the same functions."""
+
+from typing import Any
+
+from lockstep.backends import Backend, LossSum, Tensor
+from lockstep.device import Device
+from lockstep.engines.engine import Batch
+from lockstep.exchange.nodes import Node, maximal_nodes, sum_of
+from lockstep.exchange.schedule import Round, Schedule
+from lockstep.layout import Layout
+from lockstep.split.batch import Shard, part_sizes
+
+Held = dict[tuple[int, Node], Tensor]  # (chunk, node) -> that part of the vector, on the rank's device
+
+
+def add_up_own_shards(
+    backend: Backend,
+    loss_sum: LossSum,
+    layout: Layout,
+    flat: Tensor,
+    batch: Batch,
+    rank: int,
+    shards: list[Shard],
+    own: range,
+) -> tuple[dict[Node, Tensor], list[Tensor]]:
+    """The rank's nodes and its shards' losses. Shards are computed one by one and added as soon as they can be."""
+    losses = []
+
+    def leaf(number: int) -> Tensor:
+        X, y = batch.fetch(rank, shards[number].start, shards[number].stop)
+        loss, gradient = backend.value_and_grad(loss_sum, layout, flat, X, y)
+        losses.append(loss)
+        return gradient
+
+    nodes = {node: sum_of(node, leaf, backend.add) for node in maximal_nodes(own, len(shards))}
+    return nodes, losses
+
+
+def cut_into_chunks(backend: Backend, nodes: dict[Node, Tensor], size: int, schedule: Schedule) -> Held:
+    """What the rank holds when the exchange begins: each of its nodes, cut into the schedule's chunks."""
+    bounds = chunk_bounds(size, schedule.num_chunks)
+    return {
+        (chunk, node): backend.chunk(vector, start, stop)
+        for node, vector in nodes.items()
+        for chunk, (start, stop) in enumerate(bounds)
+    }
+
+
+def take_part(backend: Backend, device: Device, rank: int, round_: Round, held: list[Held]) -> None:
+    """The rank's share of one round: it copies what is sent to it, then does its additions.
+
+    `held` has the entries of all ranks. A rank writes to its own only, and reads of the others' only what was there
+    when the round began.
+    """
+    mine = held[rank]
+    for source, target, chunk, node in round_.transfers:
+        if target == rank:
+            mine[chunk, node] = backend.copy_to(held[source][chunk, node], device)
+    for addition in round_.additions:
+        if addition.rank == rank:
+            chunk = addition.chunk
+            mine[chunk, addition.node] = backend.add(mine[chunk, addition.left], mine[chunk, addition.right])
+
+
+def total_of(backend: Backend, held: Held, schedule: Schedule) -> Tensor:
+    """The rank's total, in one piece, once the rounds are over."""
+    chunks = [held[chunk, node] for chunk, node in enumerate(schedule.totals)]
+    return chunks[0] if len(chunks) == 1 else backend.concat(chunks)
+
+
+def chunk_bounds(size: int, num_chunks: int) -> list[tuple[int, int]]:
+    """Where each chunk of a vector starts and stops.
+
+    >>> chunk_bounds(10, 3)
+    [(0, 4), (4, 7), (7, 10)]
+    """
+    bounds, start = [], 0
+    for length in part_sizes(size, num_chunks):
+        bounds.append((start, start + length))
+        start += length
+    return bounds
+
+
+def user_source_line(error: BaseException) -> str:
+    """`file:line` of the last place in the user's own code that `error` went through, or nothing."""
+    where, trace = "", error.__traceback__
+    while trace is not None:
+        code: Any = trace.tb_frame.f_code
+        if "site-packages" not in code.co_filename and not _is_ours(trace.tb_frame.f_globals.get("__name__", "")):
+            where = f"{code.co_filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return where
+
+
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0] in ("lockstep", "concurrent", "threading")

@@ -1,0 +1,48 @@
+"""Every error that Lockstep raises on purpose, and the exit status that each one means.
+
+    LockstepError
+    |- ConfigError     2  a setting that cannot be; nothing was started or written
+    |  |- DataError    2  a data set that is not there, or is not what it should be
+    |  |- DeviceError  2  a device that this machine does not have
+    |  `- BackendError 2  a framework that is missing, or cannot do what was asked
+    `- RunError        1  the run was started and failed
+       `- RankError    1  ... on one rank, in one phase; the cause is `__cause__`
+"""
+
+
+class LockstepError(Exception):
+    """Something went wrong that we can put into a sentence."""
+
+    exit_status = 1
+
+
+class ConfigError(LockstepError):
+    """The user asked for something impossible; nothing was started or written."""
+
+    exit_status = 2
+
+
+class DataError(ConfigError):
+    """A data set is not there, or is not what it should be."""
+
+
+class DeviceError(ConfigError):
+    """A device that this machine does not have."""
+
+
+class BackendError(ConfigError):
+    """A framework is missing, or cannot do what was asked."""
+
+
+class RunError(LockstepError):
+    """A run was started and failed."""
+
+
+class RankError(RunError):
+    """What failed on one rank: the rank, its device and the phase are named, the original is the cause."""
+
+    def __init__(self, rank: int, device: str, phase: str, cause: BaseException, where: str = "") -> None:
+        self.rank, self.device, self.phase = rank, device, phase
+        at = f" (at {where})" if where else ""
+        super().__init__(f"rank {rank} ({device}), during {phase}: {type(cause).__name__}: {cause}{at}")
+        self.__cause__ = cause

@@ -1,0 +1,26 @@
+"""Who sends what to whom, as plain data. No framework, no numpy."""
+
+from collections.abc import Callable
+from functools import cache
+
+from lockstep.exchange.gather import gather
+from lockstep.exchange.ring import ring
+from lockstep.exchange.schedule import Schedule
+from lockstep.exchange.sharded import sharded
+from lockstep.exchange.tree import tree
+from lockstep.registry import pick
+
+EXCHANGES: dict[str, Callable[[list[range]], Schedule]] = {
+    "gather": gather,
+    "sharded": sharded,
+    "tree": tree,
+    "ring": ring,
+}
+
+KEEPS_THE_TREE = frozenset({"gather", "sharded", "tree"})  # the others add in an order that depends on k
+
+
+@cache
+def schedule_for(name: str, ranges: tuple[range, ...]) -> Schedule:
+    """The schedule of the exchange called `name` when rank r has the shards `ranges[r]`."""
+    return pick(EXCHANGES, name, "exchange")(list(ranges))

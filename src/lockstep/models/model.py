@@ -1,0 +1,48 @@
+"""What a model is to Lockstep: numbers to start from, and a function of samples and parameters."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lockstep.backends import LossSum, Tensor, backend_of
+from lockstep.data import Dataset
+from lockstep.errors import ConfigError
+from lockstep.layout import Array
+
+Forward = Callable[[Tensor, list[Tensor]], Tensor]  # (X, params) -> one row of class scores for each sample
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model by name. The starting numbers come from numpy, so every framework starts from the same ones."""
+
+    name: str
+    init: Callable[[int], dict[str, Array]]  # seed -> named parameters, in model order
+    forward: Forward
+    sample_shape: tuple[int, ...]
+    num_classes: int
+
+    def check(self, data: Dataset) -> None:
+        """Refuses a data set that the model cannot take."""
+        if data.sample_shape != self.sample_shape:
+            raise ConfigError(
+                f"{self.name} takes samples of shape {_times(self.sample_shape)}, and those of {data.name} have "
+                f"{_times(data.sample_shape)}. Resize the data, or use another model."
+            )
+        if data.num_classes > self.num_classes:
+            raise ConfigError(
+                f"{self.name} tells {self.num_classes} classes apart, and {data.name} has labels up to "
+                f"{data.num_classes - 1}."
+            )
+
+
+def cross_entropy_sum(forward: Forward) -> LossSum:
+    """The loss of a model: softmax cross-entropy, summed (never averaged) over the samples."""
+
+    def loss_sum(params: list[Tensor], X: Tensor, y: Tensor) -> Tensor:
+        return backend_of(X).ops.cross_entropy_sum(forward(X, params), y)
+
+    return loss_sum
+
+
+def _times(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))

@@ -1,0 +1,1 @@
+"""How a run looks: on the terminal, in its folder, as a picture."""

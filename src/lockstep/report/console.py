@@ -1,0 +1,136 @@
+"""A run on the terminal: a progress bar on standard error, or plain lines where that is not a terminal."""
+
+import math
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from lockstep.report.events import EpochDone, Event, RunDone, RunStarted, StepDone
+
+PLAIN_LINE_SECONDS = 10.0  # in a log, a line within an epoch at most this often
+
+
+class Console:
+    """Shows events as they come. Use it as a context manager; the bar is gone afterwards."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._out = RichConsole(file=stream or sys.stderr, highlight=False, soft_wrap=True)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f}%  {task.fields[speed]:>7,.0f} samples/s"),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+            console=self._out,
+            transient=True,
+        )
+        self._started: RunStarted | None = None
+        self._epoch_began = self._last_line = time.monotonic()
+        self._num_samples = 0
+
+    def __enter__(self) -> "Console":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    def show(self, event: Event) -> None:
+        """Shows one event."""
+        match event:
+            case RunStarted():
+                self._run_started(event)
+            case StepDone():
+                self._step_done(event)
+            case EpochDone():
+                self._epoch_done(event)
+            case RunDone():
+                self._progress.stop()
+
+    def note(self, sentence: str) -> None:
+        """Shows a sentence."""
+        self._out.print(sentence, markup=False)
+
+    def _run_started(self, event: RunStarted) -> None:
+        self._started = event
+        config = event.config
+        self.note(
+            f"{config['model']} ({event.num_parameters:,} parameters) on {config['data']} "
+            f"({event.num_train_samples:,} + {event.num_test_samples:,}), devices [{', '.join(event.devices)}], "
+            f"batch {config['batch_size']} in {config['num_shards']} shards, lr {config['learning_rate']:g}, "
+            f"exchange {config['exchange']}"
+        )
+        if not event.keeps_bits:
+            self.note(f"The exchange {config['exchange']} adds in an order of its own: the bits depend on the devices.")
+        if self._out.is_terminal:
+            total = config["num_epochs"] * event.steps_per_epoch
+            self._progress.add_task(f"epoch 1/{config['num_epochs']}", total=total, speed=0)
+            self._progress.start()
+        self._start_epoch()
+
+    def _start_epoch(self) -> None:
+        self._epoch_began = self._last_line = time.monotonic()
+        self._num_samples = 0
+
+    def _step_done(self, event: StepDone) -> None:
+        assert self._started is not None
+        now = time.monotonic()
+        self._num_samples += event.num_samples
+        speed = self._num_samples / max(now - self._epoch_began, 1e-9)
+        epochs = self._started.config["num_epochs"]
+        if self._out.is_terminal:
+            (task,) = self._progress.task_ids
+            self._progress.update(task, completed=event.step, description=f"epoch {event.epoch}/{epochs}", speed=speed)
+        elif now - self._last_line >= PLAIN_LINE_SECONDS:
+            self._last_line = now
+            left = (epochs * self._started.steps_per_epoch - event.step) * self._started.config["batch_size"] / speed
+            self.note(
+                f"epoch {event.epoch}/{epochs}: step {event.step}, {speed:,.0f} samples/s, about {left:.0f} s left"
+            )
+
+    def _epoch_done(self, event: EpochDone) -> None:
+        assert self._started is not None
+        epochs = self._started.config["num_epochs"]
+        self.note(
+            f"epoch {event.epoch:>{len(str(epochs))}}/{epochs}  loss {event.train_loss:.4f}  "
+            f"test acc {event.test_accuracy:.4f}  {event.seconds:.1f} s"
+        )
+        if not math.isfinite(event.train_loss):
+            self.note(
+                f"The loss is no longer a number: lr {self._started.config['learning_rate']:g} is too large for this "
+                f"model and batch. Stop the run and try a smaller one."
+            )
+        self._start_epoch()
+
+
+@contextmanager
+def fetch_progress() -> Iterator["FetchProgress"]:
+    """Shows how far a download is, while it lasts."""
+    progress = FetchProgress(RichConsole(file=sys.stderr, highlight=False))
+    try:
+        yield progress
+    finally:
+        progress.bar.stop()
+
+
+class FetchProgress:
+    """Called with (what, bytes so far, bytes in all): a bar on a terminal, else a line for each file."""
+
+    def __init__(self, out: RichConsole) -> None:
+        self.out = out
+        self.bar = Progress(console=out, transient=True)
+        self._tasks: dict[str, int] = {}
+
+    def __call__(self, what: str, num_bytes: int, num_bytes_in_all: int) -> None:
+        total = num_bytes_in_all or None
+        if what not in self._tasks:
+            self._tasks[what] = self.bar.add_task(f"fetching {what}", total=total)
+            if self.out.is_terminal:
+                self.bar.start()
+            else:
+                self.out.print(f"fetching {what}", markup=False)
+        self.bar.update(self._tasks[what], completed=num_bytes, total=total)  # type: ignore[arg-type]

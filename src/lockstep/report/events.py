@@ -1,0 +1,68 @@
+"""What training says while it works: records. Reporting decides how they look."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from lockstep.layout import Array
+
+
+@dataclass(frozen=True)
+class RunStarted:
+    """Everything was checked and is in place; the first step is next."""
+
+    config: dict[str, Any]
+    devices: list[str]
+    num_train_samples: int
+    num_test_samples: int
+    num_parameters: int
+    steps_per_epoch: int
+    keeps_bits: bool  # whether the exchange adds in the tree's order
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """One update. `step` counts from 1 over the whole run."""
+
+    epoch: int
+    step: int
+    num_samples: int
+
+
+@dataclass(frozen=True)
+class EpochDone:
+    """One pass over the data, and the test accuracy after it. `epoch` counts from 1."""
+
+    epoch: int
+    seconds: float  # training only, without the evaluation, as the text's timer measures
+    train_loss: float  # mean over the samples, as they were when their batch came
+    test_accuracy: float
+
+
+@dataclass(frozen=True)
+class RunDone:
+    """The result of a run. `params` are the trained parameters by name."""
+
+    test_accuracy: float
+    seconds_per_epoch: float
+    samples_per_second: float
+    devices: list[str]
+    steps: int
+    weights_sha256: str
+    history: list[EpochDone]
+    params: dict[str, Array] = field(repr=False)
+
+    def summary(self) -> dict[str, Any]:
+        """The result as plain values, without the parameters."""
+        return {name: value for name, value in asdict(self).items() if name != "params"}
+
+
+Event = RunStarted | StepDone | EpochDone | RunDone
+
+
+def result_lines(done: RunDone) -> str:
+    """The two lines that a run ends with, in the text's own form."""
+    devices = ", ".join(done.devices)
+    return (
+        f"test acc: {done.test_accuracy:.2f}, {done.seconds_per_epoch:.1f} sec/epoch on [{devices}]\n"
+        f"weights sha256: {done.weights_sha256}"
+    )

@@ -1,0 +1,44 @@
+"""Pictures: the accuracy curve as the text's Animator draws it, and the comparison's."""
+
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from lockstep.report.events import EpochDone
+
+
+def draw_curve(history: list[EpochDone], path: Path) -> None:
+    """Test accuracy against epoch, written to `path` as PNG."""
+    figure, axes = _axes()
+    axes.plot([done.epoch for done in history], [done.test_accuracy for done in history], marker=".")
+    _finish(figure, axes, len(history), path)
+
+
+def draw_curves(curves: dict[str, list[EpochDone]], path: Path) -> None:
+    """Several runs' accuracy in one picture, written to `path` as PNG."""
+    figure, axes = _axes(width=6.4, height=4.0)
+    styles = ["-", "--", "-.", ":"]
+    for number, (label, history) in enumerate(curves.items()):
+        axes.plot(
+            [done.epoch for done in history],
+            [done.test_accuracy for done in history],
+            styles[number % len(styles)],  # equal runs lie on each other: dashes let both be seen
+            marker=".",
+            label=label,
+        )
+    axes.legend(fontsize="small")
+    _finish(figure, axes, max(map(len, curves.values())), path)
+
+
+def _axes(width: float = 4.2, height: float = 3.0) -> tuple[Figure, Any]:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def _finish(figure: Figure, axes: Any, num_epochs: int, path: Path) -> None:
+    axes.set(xlabel="epoch", ylabel="test acc", xlim=(1, num_epochs) if num_epochs > 1 else (0.5, 1.5))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(visible=True)
+    figure.savefig(path, dpi=150, format="png")

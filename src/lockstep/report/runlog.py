@@ -1,0 +1,137 @@
+"""A run's folder: config.json, metrics.jsonl, result.json, curve.png, weights.safetensors.
+
+A file appears under its name only when it is whole; metrics.jsonl alone grows, a line an event.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save
+
+from lockstep.errors import ConfigError, RunError
+from lockstep.layout import Array
+from lockstep.report.events import EpochDone, Event, RunDone, RunStarted, StepDone
+
+MAX_JSON_BYTES = 1 << 20
+
+
+class RunLog:
+    """Writes events to the run's folder. Nothing is made before the run has started."""
+
+    def __init__(self, folder: Path, draw_curve: Callable[[list[EpochDone], Path], None]) -> None:
+        self.folder, self._draw_curve = folder, draw_curve
+        check_new_folder(folder)
+
+    def write(self, event: Event) -> None:
+        """Records one event. Steps are not recorded one by one; an epoch's line says what they came to."""
+        try:
+            match event:
+                case RunStarted():
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                    _write_whole(self.folder / "config.json", _json(event.config, indent=2).encode())
+                    self._line("started", asdict(event))
+                case StepDone():
+                    pass
+                case EpochDone():
+                    self._line("epoch", asdict(event))
+                case RunDone():
+                    self._finish(event)
+        except OSError as problem:
+            raise RunError(
+                f"{self.folder} cannot be written to: {problem.strerror}. Free some space, or choose another --out."
+            ) from problem
+
+    def _finish(self, done: RunDone) -> None:
+        _write_whole(self.folder / "weights.safetensors", save(done.params))
+        _draw_whole(self.folder / "curve.png", lambda path: self._draw_curve(done.history, path))
+        self._line("done", {name: value for name, value in done.summary().items() if name != "history"})
+        _write_whole(self.folder / "result.json", _json(done.summary(), indent=2).encode())
+
+    def _line(self, kind: str, fields: dict[str, Any]) -> None:
+        with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as out:
+            out.write(_json({"event": kind, **fields}) + "\n")
+
+
+def check_new_folder(folder: Path) -> None:
+    """Refuses a folder that has something in it, or cannot be one."""
+    if folder.is_dir() and any(folder.iterdir()):
+        raise ConfigError(f"{folder} is not empty: a run is never written over. Choose another --out, or remove it.")
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file. Choose another --out.")
+    parent = next(p for p in folder.absolute().parents if p.exists())
+    if not os.access(folder if folder.exists() else parent, os.W_OK):
+        raise ConfigError(f"{folder} cannot be made: {parent} is not writable. Choose another --out.")
+
+
+def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, Array]]:
+    """The settings and the weights of a finished run. The files are treated as anybody's."""
+    config_file, weights_file = folder / "config.json", folder / "weights.safetensors"
+    if not config_file.is_file():
+        raise ConfigError(f"{folder} is not a run: it has no config.json.")
+    if not weights_file.is_file():
+        raise ConfigError(f"{folder} is a run that has not finished: it has no weights.safetensors.")
+    try:
+        with config_file.open("rb") as file:
+            config = json.loads(file.read(MAX_JSON_BYTES))
+    except (OSError, ValueError, RecursionError) as problem:
+        raise ConfigError(f"{config_file} cannot be read: {problem}.") from problem
+    if not isinstance(config, dict):
+        raise ConfigError(f"{config_file} does not hold the settings of a run.")
+    try:
+        weights = load_file(weights_file)
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as problem:
+        raise ConfigError(f"{weights_file} is damaged: {problem}.") from problem
+    return config, weights
+
+
+def _json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(_plain(value), indent=indent, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON has it: a number that is not finite becomes null, a path its name."""
+    match value:
+        case dict():
+            return {name: _plain(entry) for name, entry in value.items()}
+        case list() | tuple():
+            return [_plain(entry) for entry in value]
+        case float() if not math.isfinite(value):
+            return None
+        case Path():
+            return str(value)
+        case _:
+            return value
+
+
+def to_json(value: Any) -> str:
+    """`value` as one line of JSON."""
+    return _json(value)
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        with temporary.open("wb") as out:
+            out.write(content)
+            out.flush()
+            os.fsync(out.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _draw_whole(path: Path, draw: Callable[[Path], None]) -> None:
+    temporary = path.with_name(f".part-{path.name}")
+    try:
+        draw(temporary)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

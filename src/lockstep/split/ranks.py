@@ -1,0 +1,16 @@
+"""Shards to ranks: each rank works on one contiguous range of shards, which may be empty."""
+
+from lockstep.split.batch import part_sizes
+
+
+def split_over_ranks(num_shards: int, num_ranks: int) -> list[range]:
+    """The shards of each rank: ranges whose lengths differ by at most one, longer ones first.
+
+    >>> split_over_ranks(8, num_ranks=3)
+    [range(0, 3), range(3, 6), range(6, 8)]
+    """
+    ranges, start = [], 0
+    for size in part_sizes(num_shards, num_ranks):
+        ranges.append(range(start, start + size))
+        start += size
+    return ranges
