@@ -1,6 +1,6 @@
 """Makes src/lockstep/data/fashion-mnist-mini.npz from Fashion-MNIST: the first images of each class, in their order.
 
-    python tools/make_mini.py
+python tools/make_mini.py
 """
 
 import numpy as np
@@ -40,9 +40,7 @@ def main() -> None:
     data = load_dataset("fashion-mnist")
     X_train, y_train = first_of_each_class(data.X_train, data.y_train, 200)
     X_test, y_test = first_of_each_class(data.X_test, data.y_test, 50)
-    np.savez_compressed(
-        MINI, X_train=X_train, y_train=y_train, X_test=X_test, y_test=y_test, license=np.array(NOTICE)
-    )
+    np.savez_compressed(MINI, X_train=X_train, y_train=y_train, X_test=X_test, y_test=y_test, license=np.array(NOTICE))
     print(f"{MINI.name}: {MINI.stat().st_size} bytes")
 
 

@@ -1,0 +1,60 @@
+"""Lockstep trains one model on k devices and gives the same weights, bit for bit, whatever k is.
+
+The functions of the text "Training on Multiple GPUs" are the public API; they work on tensors of the framework that
+they are given:
+
+>>> import lockstep, torch
+>>> data = [torch.ones(2), 2 * torch.ones(2)]
+>>> lockstep.allreduce(data)
+[tensor([3., 3.]), tensor([3., 3.])]
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lockstep.api import (
+        Result,
+        allreduce,
+        devices,
+        evaluate_accuracy,
+        get_params,
+        init_lenet,
+        lenet,
+        split_batch,
+        train,
+        train_batch,
+        try_gpu,
+    )
+    from lockstep.errors import LockstepError
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LockstepError",
+    "Result",
+    "allreduce",
+    "devices",
+    "evaluate_accuracy",
+    "get_params",
+    "init_lenet",
+    "lenet",
+    "split_batch",
+    "train",
+    "train_batch",
+    "try_gpu",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a public name when it is first used, so that `lockstep --help` and `import lockstep` cost nothing."""
+    if name not in __all__:
+        raise AttributeError(f"module 'lockstep' has no attribute {name!r}. It offers: {', '.join(__all__)}.")
+    from lockstep import api, errors
+
+    value = getattr(errors if name == "LockstepError" else api, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

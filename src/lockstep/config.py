@@ -34,12 +34,11 @@ class RunConfig:
     engine: str = "inprocess"
     exchange: str = "sharded"
     data_dir: Path | None = None  # where the files of a named data set lie
+    out: Path | None = None  # the folder to record the run in
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
-            raise ConfigError(
-                f"A batch of {self.batch_size} samples cannot be trained on. Use --batch-size 1 or more."
-            )
+            raise ConfigError(f"A batch of {self.batch_size} samples cannot be trained on. Use --batch-size 1 or more.")
         if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
             raise ConfigError(
                 f"The learning rate {self.learning_rate} does not train. Use a positive number: --lr 0.2."

@@ -49,19 +49,17 @@ class Hardware(NamedTuple):
     num_cores: int  # CPU: cores that this process may use; GPU: multiprocessors
 
 
-def choose_devices(wanted: int | str | list[str] | None, gpus: list[Device]) -> list[Device]:
+def choose_devices(wanted: int | str | list[str], gpus: list[Device]) -> list[Device]:
     """The devices that `wanted` means on a machine with these `gpus`.
 
     A number means that many GPUs if there are that many, else that many logical CPU devices; a list names
-    them one by one, and the same GPU may be listed twice. Nothing means all GPUs, or one logical CPU device.
+    them one by one, and the same GPU may be listed twice.
 
     >>> choose_devices(2, gpus=[])
     [cpu:0, cpu:1]
     >>> choose_devices("cuda:0,cuda:0", gpus=[Device("cuda:0")])
     [cuda:0, cuda:0]
     """
-    if wanted is None:
-        return gpus or [Device("cpu:0")]
     if isinstance(wanted, str):
         wanted = int(wanted) if re.fullmatch(r"\s*[+-]?\d{1,9}\s*", wanted) else wanted.split(",")
     if isinstance(wanted, int):

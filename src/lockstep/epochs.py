@@ -6,21 +6,20 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import NamedTuple
 
-import numpy as np
-
-from lockstep.backends import Backend, Tensor, load_backend
+from lockstep.backends import Backend, Tensor, devices_for, load_backend
 from lockstep.config import RunConfig, check_ranks
 from lockstep.data import Dataset, load_dataset
 from lockstep.data.order import sample_order
 from lockstep.data.sources import Progress, no_progress
-from lockstep.device import Device, choose_devices
-from lockstep.engines import ENGINES, Batch, Engine
+from lockstep.device import Device
+from lockstep.engines import ENGINES, Engine
 from lockstep.evaluate import num_correct
 from lockstep.exchange import EXCHANGES, KEEPS_THE_TREE
-from lockstep.layout import Array, layout_of, sha256_of
+from lockstep.layout import layout_of, sha256_of
 from lockstep.models import MODELS, Model, cross_entropy_sum
 from lockstep.registry import pick
-from lockstep.report.events import EpochDone, Event, RunDone, RunStarted, StepDone
+from lockstep.report.events import EpochDone, Event, Result, RunDone, RunStarted, StepDone
+from lockstep.samples import Samples
 from lockstep.steps import train_step
 from lockstep.update import Sgd
 
@@ -41,20 +40,11 @@ def prepare(config: RunConfig, progress: Progress = no_progress) -> Prepared:
     engine = pick(ENGINES, config.engine, "engine")
     pick(EXCHANGES, config.exchange, "exchange")
     backend = load_backend(config.backend)
-    devices = devices_for(backend, config.devices, config.num_shards)
+    devices = devices_for(backend, config.devices, at_most=config.num_shards)
     check_ranks(len(devices), config.num_shards)
     data = load_dataset(config.data, config.data_dir, progress)
     model.check(data)
     return Prepared(backend, engine, devices, model, data)
-
-
-def devices_for(backend: Backend, wanted: int | str | None, num_shards: int) -> list[Device]:
-    """The devices that `wanted` means here; nothing means all GPUs, else a logical device for each core."""
-    hardware = backend.hardware()
-    gpus = [entry.device for entry in hardware if entry.device.kind == "cuda"]
-    if wanted is None:
-        return gpus[:num_shards] or choose_devices(min(hardware[-1].num_cores, num_shards), gpus)
-    return choose_devices(wanted, gpus)
 
 
 def train(config: RunConfig, prepared: Prepared) -> Iterator[Event]:
@@ -86,9 +76,7 @@ def train(config: RunConfig, prepared: Prepared) -> Iterator[Event]:
             order = engine.place(sample_order(config.seed, epoch, num_train))
             for start in range(0, num_train, config.batch_size):
                 batch = train_set.batch(order, start, min(start + config.batch_size, num_train))
-                replicas, step_losses = train_step(
-                    engine, loss_sum, layout, replicas, batch, config.num_shards, rule
-                )
+                replicas, step_losses = train_step(engine, loss_sum, layout, replicas, batch, config.num_shards, rule)
                 for own, new in zip(losses, step_losses, strict=True):
                     own.extend(new)
                 step += 1
@@ -107,37 +95,18 @@ def train(config: RunConfig, prepared: Prepared) -> Iterator[Event]:
 
     seconds_per_epoch = sum(done.seconds for done in history) / len(history)
     yield RunDone(
-        test_accuracy=history[-1].test_accuracy,
-        seconds_per_epoch=seconds_per_epoch,
-        samples_per_second=num_train / seconds_per_epoch,
-        devices=[str(device) for device in devices],
-        steps=step,
-        weights_sha256=sha256_of(params),
-        history=history,
-        params=dict(zip(layout.names, params, strict=True)),
+        Result(
+            test_accuracy=history[-1].test_accuracy,
+            seconds_per_epoch=seconds_per_epoch,
+            samples_per_second=num_train / seconds_per_epoch,
+            devices=[str(device) for device in devices],
+            steps=step,
+            weights_sha256=sha256_of(params),
+            history=history,
+            run=config.out,
+            params=dict(zip(layout.names, params, strict=True)),
+        )
     )
-
-
-class Samples:
-    """Samples and labels within reach of every local rank."""
-
-    def __init__(self, engine: Engine, X: Array, y: Array) -> None:
-        self._take, self._num_samples = engine.backend.take, len(X)
-        self._X, self._y = engine.place(X), engine.place(y)
-        self._as_they_are = engine.place(np.arange(len(X)))
-
-    def batch(self, order: list[Tensor], first: int, stop: int) -> Batch:
-        """The samples at places `first` to `stop` of `order`."""
-
-        def fetch(rank: int, start: int, end: int) -> tuple[Tensor, Tensor]:
-            places = order[rank], first + start, first + end
-            return self._take(self._X[rank], *places), self._take(self._y[rank], *places)
-
-        return Batch(stop - first, fetch)
-
-    def all(self) -> Batch:
-        """All samples, in their own order."""
-        return self.batch(self._as_they_are, 0, self._num_samples)
 
 
 def exact_sum(engine: Engine, losses: list[list[Tensor]]) -> float:

@@ -1,12 +1,12 @@
 """Every error that Lockstep raises on purpose, and the exit status that each one means.
 
-    LockstepError
-    |- ConfigError     2  a setting that cannot be; nothing was started or written
-    |  |- DataError    2  a data set that is not there, or is not what it should be
-    |  |- DeviceError  2  a device that this machine does not have
-    |  `- BackendError 2  a framework that is missing, or cannot do what was asked
-    `- RunError        1  the run was started and failed
-       `- RankError    1  ... on one rank, in one phase; the cause is `__cause__`
+LockstepError
+|- ConfigError     2  a setting that cannot be; nothing was started or written
+|  |- DataError    2  a data set that is not there, or is not what it should be
+|  |- DeviceError  2  a device that this machine does not have
+|  `- BackendError 2  a framework that is missing, or cannot do what was asked
+`- RunError        1  the run was started and failed
+   `- RankError    1  ... on one rank, in one phase; the cause is `__cause__`
 """
 
 

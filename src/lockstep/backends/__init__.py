@@ -5,10 +5,11 @@ from functools import cache
 from typing import Any
 
 from lockstep.backends.protocol import Backend, LossSum, Ops, Tensor
+from lockstep.device import Device, choose_devices
 from lockstep.errors import BackendError
 from lockstep.registry import pick
 
-__all__ = ["BACKENDS", "Backend", "LossSum", "Ops", "Tensor", "backend_of", "load_backend"]
+__all__ = ["BACKENDS", "Backend", "LossSum", "Ops", "Tensor", "backend_of", "devices_for", "load_backend"]
 
 BACKENDS = {"torch": "lockstep.backends.torch"}  # name -> module; the name is also the framework's package
 
@@ -45,3 +46,16 @@ def backend_of(tensor: Any) -> Backend:
             return load_backend(name)
     kind = type(tensor).__name__
     raise BackendError(f"A {kind} is not a tensor of a known framework. There are: {', '.join(BACKENDS)}.")
+
+
+def devices_for(backend: Backend, wanted: int | str | list[str] | None, at_most: int = 4096) -> list[Device]:
+    """The devices that `wanted` means on this machine.
+
+    A number means that many GPUs if there are that many, else that many logical CPU devices; a list names them one by
+    one. Nothing means all GPUs, else a logical CPU device for each core, but `at_most` so many.
+    """
+    *gpus, cpu = backend.hardware()
+    names = [gpu.device for gpu in gpus]
+    if wanted is None:
+        wanted = min(len(names) or cpu.num_cores, at_most)
+    return choose_devices(wanted, names)

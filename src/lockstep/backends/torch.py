@@ -85,9 +85,7 @@ class TorchBackend:
                 # and nobody but the process itself can set it for a notebook; a value already there stays.
                 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
                 undo.enter_context(
-                    torch.backends.cudnn.flags(
-                        enabled=True, benchmark=False, deterministic=True, allow_tf32=False
-                    )
+                    torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False)
                 )
             yield
 
@@ -113,6 +111,9 @@ class TorchBackend:
     def copy_to(self, tensor: Tensor, device: Device) -> Tensor:
         # `.to(device)` on the same device is the tensor itself: two replicas would be one
         return tensor.detach().to(_place(device), copy=True)
+
+    def device_of(self, tensor: Tensor) -> Device:
+        return Device(f"{tensor.device.type}:{tensor.device.index or 0}")
 
     def assign(self, target: Tensor, source: Tensor) -> Tensor:
         with torch.no_grad():

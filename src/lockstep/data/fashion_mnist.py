@@ -23,18 +23,10 @@ class IdxFile(NamedTuple):
 
 
 FILES = (
-    IdxFile(
-        "train-images-idx3-ubyte", 3, "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888"
-    ),
-    IdxFile(
-        "train-labels-idx1-ubyte", 1, "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9"
-    ),
-    IdxFile(
-        "t10k-images-idx3-ubyte", 3, "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b"
-    ),
-    IdxFile(
-        "t10k-labels-idx1-ubyte", 1, "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34"
-    ),
+    IdxFile("train-images-idx3-ubyte", 3, "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888"),
+    IdxFile("train-labels-idx1-ubyte", 1, "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9"),
+    IdxFile("t10k-images-idx3-ubyte", 3, "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b"),
+    IdxFile("t10k-labels-idx1-ubyte", 1, "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34"),
 )
 
 

@@ -1,6 +1,6 @@
 """The IDX format of MNIST and Fashion-MNIST, gzip or plain: magic number, dimensions, bytes.
 
-    0  0  type  dims | size of each dimension, 4 bytes, big-endian | the bytes, last dimension fastest
+0  0  type  dims | size of each dimension, 4 bytes, big-endian | the bytes, last dimension fastest
 """
 
 import gzip
@@ -8,7 +8,6 @@ import math
 import struct
 import zlib
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 
@@ -25,8 +24,7 @@ def unpack(path: Path) -> bytes:
         with path.open("rb") as raw:
             packed = raw.read(2) == b"\x1f\x8b"
             raw.seek(0)
-            source: IO[bytes] = gzip.open(raw) if packed else raw  # type: ignore[assignment]
-            content = source.read(MAX_BYTES + 1)
+            content = (gzip.GzipFile(fileobj=raw) if packed else raw).read(MAX_BYTES + 1)
     except (EOFError, gzip.BadGzipFile, zlib.error) as damaged:
         raise DataError(f"{path} is a damaged gzip file ({damaged}). Remove it and fetch it again.") from damaged
     except OSError as unreadable:

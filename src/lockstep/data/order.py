@@ -1,6 +1,6 @@
 """The keyed order of samples: a function of (seed, epoch) alone, never of what was drawn before.
 
-`RandomState` is numpy's frozen generator: its streams are the same in every version, which `default_rng` does not promise.
+`RandomState` is numpy's frozen generator: its streams are the same in every version; `default_rng` does not promise it.
 """
 
 import numpy as np

@@ -66,7 +66,9 @@ class InProcess:
             self.backend.synchronize(self.devices[rank])
             return result
 
-        futures = [w.submit(run, r, *entries) for r, (w, *entries) in enumerate(zip(self._workers, *lists, strict=True))]
+        futures = [
+            w.submit(run, r, *entries) for r, (w, *entries) in enumerate(zip(self._workers, *lists, strict=True))
+        ]
         wait(futures)
         for rank, future in enumerate(futures):
             error = future.exception()
@@ -86,9 +88,9 @@ class InProcess:
         physical = [device if device.kind != "cpu" else Device("cpu") for device in self.devices]
         placed = self.each(
             "place",
-            lambda rank, device: self.backend.from_numpy(array, device)
-            if physical.index(physical[rank]) == rank
-            else None,
+            lambda rank, device: (
+                self.backend.from_numpy(array, device) if physical.index(physical[rank]) == rank else None
+            ),
         )
         return [placed[physical.index(device)] for device in physical]
 
@@ -98,9 +100,7 @@ class InProcess:
         ranges = tuple(self.assign(len(shards), self.num_ranks))
 
         def work(rank: int, device: Device, flat: Tensor) -> Any:
-            return add_up_own_shards(
-                self.backend, loss_sum, layout, flat, batch, rank, shards, own=ranges[rank]
-            )
+            return add_up_own_shards(self.backend, loss_sum, layout, flat, batch, rank, shards, own=ranges[rank])
 
         results = self.each("forward and backward", work, replicas)
         return Gradients(ranges, [nodes for nodes, _ in results], [losses for _, losses in results])

@@ -3,8 +3,8 @@
 Simple, and rank 0 is the bottleneck: (k-1) vectors in, (k-1) vectors out, through one device.
 """
 
-from lockstep.exchange.schedule import Addition, Round, Schedule, Transfer, own_nodes, without_idle_rounds
 from lockstep.exchange.nodes import Node, children, missing_sums
+from lockstep.exchange.schedule import Addition, Round, Schedule, Transfer, own_nodes, without_idle_rounds
 
 
 def gather(ranges: list[range]) -> Schedule:

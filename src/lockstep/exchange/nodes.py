@@ -21,20 +21,20 @@ V = TypeVar("V")
 
 
 class Node(NamedTuple):
-    """The sum of `count` leaves from `first` on. One leaf: count 1; the total: count S."""
+    """The sum of `num_leaves` leaves from `first` on. A leaf has one; the total has S."""
 
     first: int
-    count: int
+    num_leaves: int
 
 
 def children(node: Node) -> tuple[Node, Node]:
     """The two nodes whose sum is `node`.
 
     >>> children(Node(0, 5))
-    (Node(first=0, count=4), Node(first=4, count=1))
+    (Node(first=0, num_leaves=4), Node(first=4, num_leaves=1))
     """
-    left = 1 << ((node.count - 1).bit_length() - 1)  # the largest power of two below count
-    return Node(node.first, left), Node(node.first + left, node.count - left)
+    left = 1 << ((node.num_leaves - 1).bit_length() - 1)  # the largest power of two below num_leaves
+    return Node(node.first, left), Node(node.first + left, node.num_leaves - left)
 
 
 def sum_of(node: Node, leaf: Callable[[int], V], add: Callable[[V, V], V]) -> V:
@@ -43,7 +43,7 @@ def sum_of(node: Node, leaf: Callable[[int], V], add: Callable[[V, V], V]) -> V:
     >>> sum_of(Node(0, 5), leaf=str, add=lambda a, b: f"({a}+{b})")
     '(((0+1)+(2+3))+4)'
     """
-    if node.count == 1:
+    if node.num_leaves == 1:
         return leaf(node.first)
     left, right = children(node)
     left_sum = sum_of(left, leaf, add)
@@ -54,11 +54,11 @@ def maximal_nodes(shards: range, num_shards: int) -> list[Node]:
     """The largest nodes of the tree that lie within `shards`, in order: what one rank can add up alone.
 
     >>> maximal_nodes(range(3, 8), num_shards=8)
-    [Node(first=3, count=1), Node(first=4, count=4)]
+    [Node(first=3, num_leaves=1), Node(first=4, num_leaves=4)]
     """
 
     def within(node: Node) -> list[Node]:
-        start, stop = node.first, node.first + node.count
+        start, stop = node.first, node.first + node.num_leaves
         if shards.start <= start and stop <= shards.stop:
             return [node]
         if stop <= shards.start or shards.stop <= start:
@@ -73,7 +73,7 @@ def missing_sums(known: set[Node], num_shards: int) -> list[Node]:
     """The nodes to add up, in order, to get from the `known` nodes to the total.
 
     >>> missing_sums({Node(0, 2), Node(2, 1), Node(3, 1)}, num_shards=4)
-    [Node(first=2, count=2), Node(first=0, count=4)]
+    [Node(first=2, num_leaves=2), Node(first=0, num_leaves=4)]
     """
 
     def above(node: Node) -> list[Node]:

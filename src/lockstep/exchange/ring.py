@@ -6,8 +6,8 @@ added up starting at rank c. So it depends on k, and **does not keep the bits**;
 
 from functools import reduce
 
-from lockstep.exchange.schedule import Addition, Round, Schedule, Transfer, own_nodes, without_idle_rounds
 from lockstep.exchange.nodes import Node
+from lockstep.exchange.schedule import Addition, Round, Schedule, Transfer, own_nodes, without_idle_rounds
 
 
 def ring(ranges: list[range]) -> Schedule:
@@ -15,16 +15,17 @@ def ring(ranges: list[range]) -> Schedule:
     num_ranks, nodes = len(ranges), own_nodes(ranges)
     ranks = range(num_ranks)
 
-    local = []  # round 0: each rank adds its own nodes up, first to last
+    local: list[Addition] = []  # round 0: each rank adds its own nodes up, first to last
     for rank, held in enumerate(nodes):
         for chunk in ranks if held else ():
             reduce(lambda left, right: _note(local, Addition(rank, chunk, left, right)), held)
-    own = [Node(held[0].first, sum(n.count for n in held)) if held else None for held in nodes]
+    own = [Node(held[0].first, sum(n.num_leaves for n in held)) if held else None for held in nodes]
 
     rounds = [Round(additions=tuple(local))]
     travelling: list[Node | None] = list(own)  # for chunk c, what is on its way, starting at rank c
     for step in range(num_ranks - 1):
-        transfers, additions = [], []
+        transfers: list[Transfer] = []
+        additions: list[Addition] = []
         for chunk, node in enumerate(travelling):
             source, target = (chunk + step) % num_ranks, (chunk + step + 1) % num_ranks
             if node is None:  # the ranks so far have no shard
@@ -37,10 +38,10 @@ def ring(ranges: list[range]) -> Schedule:
         rounds.append(Round(tuple(transfers), tuple(additions)))
 
     totals = tuple(node for node in travelling if node is not None)
-    for step in range(num_ranks - 1):  # chunk c is complete on rank c-1 and goes around once more
-        rounds.append(
-            Round(tuple(Transfer((c - 1 + step) % num_ranks, (c + step) % num_ranks, c, totals[c]) for c in ranks))
-        )
+    rounds += [  # chunk c is complete on rank c-1 and goes around once more
+        Round(tuple(Transfer((c - 1 + step) % num_ranks, (c + step) % num_ranks, c, totals[c]) for c in ranks))
+        for step in range(num_ranks - 1)
+    ]
     return Schedule(num_ranks, without_idle_rounds(rounds), totals)
 
 

@@ -31,7 +31,7 @@ class Addition(NamedTuple):
     @property
     def node(self) -> Node:
         """What comes out: the leaves of `left`, then those of `right`."""
-        return Node(self.left.first, self.left.count + self.right.count)
+        return Node(self.left.first, self.left.num_leaves + self.right.num_leaves)
 
 
 class Round(NamedTuple):

@@ -5,8 +5,8 @@ device sends and receives 2(k-1)/k of the vector, however many there are, and no
 additions is the tree's, which a ring cannot offer for the same traffic.
 """
 
-from lockstep.exchange.schedule import Addition, Round, Schedule, Transfer, own_nodes, without_idle_rounds
 from lockstep.exchange.nodes import Node, children, missing_sums
+from lockstep.exchange.schedule import Addition, Round, Schedule, Transfer, own_nodes, without_idle_rounds
 
 
 def sharded(ranges: list[range]) -> Schedule:

@@ -6,8 +6,8 @@ back by doubling: one rank has it, then two, then four.
 
 from collections import defaultdict
 
-from lockstep.exchange.schedule import Addition, Round, Schedule, Transfer, own_nodes, without_idle_rounds
 from lockstep.exchange.nodes import Node, children, missing_sums
+from lockstep.exchange.schedule import Addition, Round, Schedule, Transfer, own_nodes, without_idle_rounds
 
 
 def tree(ranges: list[range]) -> Schedule:
@@ -34,8 +34,6 @@ def doubling(root: int, num_ranks: int, node: Node) -> list[Round]:
     rounds, num_served = [], 1
     while num_served < num_ranks:
         pairs = [(i, i + num_served) for i in range(min(num_served, num_ranks - num_served))]
-        rounds.append(
-            Round(tuple(Transfer((root + s) % num_ranks, (root + t) % num_ranks, 0, node) for s, t in pairs))
-        )
+        rounds.append(Round(tuple(Transfer((root + s) % num_ranks, (root + t) % num_ranks, 0, node) for s, t in pairs)))
         num_served *= 2
     return rounds

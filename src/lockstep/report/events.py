@@ -1,6 +1,7 @@
 """What training says while it works: records. Reporting decides how they look."""
 
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from lockstep.layout import Array
@@ -39,30 +40,37 @@ class EpochDone:
 
 
 @dataclass(frozen=True)
-class RunDone:
-    """The result of a run. `params` are the trained parameters by name."""
+class Result:
+    """The result of a run."""
 
     test_accuracy: float
-    seconds_per_epoch: float
+    seconds_per_epoch: float  # training only
     samples_per_second: float
     devices: list[str]
     steps: int
     weights_sha256: str
-    history: list[EpochDone]
-    params: dict[str, Array] = field(repr=False)
+    history: list[EpochDone]  # epoch, seconds, train_loss, test_accuracy of each epoch
+    run: Path | None  # the run's folder, where one was asked for
+    params: dict[str, Array] = field(repr=False)  # the trained parameters by name, in model order
 
     def summary(self) -> dict[str, Any]:
         """The result as plain values, without the parameters."""
         return {name: value for name, value in asdict(self).items() if name != "params"}
 
+    def lines(self) -> str:
+        """The two lines that a run ends with, in the text's own form."""
+        devices = ", ".join(self.devices)
+        return (
+            f"test acc: {self.test_accuracy:.2f}, {self.seconds_per_epoch:.1f} sec/epoch on [{devices}]\n"
+            f"weights sha256: {self.weights_sha256}"
+        )
+
+
+@dataclass(frozen=True)
+class RunDone:
+    """The last event of a run."""
+
+    result: Result
+
 
 Event = RunStarted | StepDone | EpochDone | RunDone
-
-
-def result_lines(done: RunDone) -> str:
-    """The two lines that a run ends with, in the text's own form."""
-    devices = ", ".join(done.devices)
-    return (
-        f"test acc: {done.test_accuracy:.2f}, {done.seconds_per_epoch:.1f} sec/epoch on [{devices}]\n"
-        f"weights sha256: {done.weights_sha256}"
-    )

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save
 
 from lockstep.errors import ConfigError, RunError
 from lockstep.layout import Array
-from lockstep.report.events import EpochDone, Event, RunDone, RunStarted, StepDone
+from lockstep.report.events import EpochDone, Event, Result, RunDone, RunStarted, StepDone
 
 MAX_JSON_BYTES = 1 << 20
 
@@ -34,28 +34,31 @@ class RunLog:
             match event:
                 case RunStarted():
                     self.folder.mkdir(parents=True, exist_ok=True)
-                    _write_whole(self.folder / "config.json", _json(event.config, indent=2).encode())
+                    self._text("config.json", to_json(event.config, indent=2))
                     self._line("started", asdict(event))
                 case StepDone():
                     pass
                 case EpochDone():
                     self._line("epoch", asdict(event))
                 case RunDone():
-                    self._finish(event)
+                    self._finish(event.result)
         except OSError as problem:
             raise RunError(
                 f"{self.folder} cannot be written to: {problem.strerror}. Free some space, or choose another --out."
             ) from problem
 
-    def _finish(self, done: RunDone) -> None:
-        _write_whole(self.folder / "weights.safetensors", save(done.params))
-        _draw_whole(self.folder / "curve.png", lambda path: self._draw_curve(done.history, path))
-        self._line("done", {name: value for name, value in done.summary().items() if name != "history"})
-        _write_whole(self.folder / "result.json", _json(done.summary(), indent=2).encode())
+    def _finish(self, result: Result) -> None:
+        write_whole(self.folder / "weights.safetensors", lambda path: path.write_bytes(save(result.params)))
+        write_whole(self.folder / "curve.png", lambda path: self._draw_curve(result.history, path))
+        self._line("done", {name: value for name, value in result.summary().items() if name != "history"})
+        self._text("result.json", to_json(result.summary(), indent=2))
+
+    def _text(self, name: str, content: str) -> None:
+        write_whole(self.folder / name, lambda path: path.write_text(content + "\n", encoding="utf-8"))
 
     def _line(self, kind: str, fields: dict[str, Any]) -> None:
         with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as out:
-            out.write(_json({"event": kind, **fields}) + "\n")
+            out.write(to_json({"event": kind, **fields}) + "\n")
 
 
 def check_new_folder(folder: Path) -> None:
@@ -90,7 +93,8 @@ def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, Array]]:
     return config, weights
 
 
-def _json(value: Any, indent: int | None = None) -> str:
+def to_json(value: Any, indent: int | None = None) -> str:
+    """`value` as JSON; on one line unless `indent` is given."""
     return json.dumps(_plain(value), indent=indent, allow_nan=False)
 
 
@@ -109,28 +113,13 @@ def _plain(value: Any) -> Any:
             return value
 
 
-def to_json(value: Any) -> str:
-    """`value` as one line of JSON."""
-    return _json(value)
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        with temporary.open("wb") as out:
-            out.write(content)
-            out.flush()
-            os.fsync(out.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def _draw_whole(path: Path, draw: Callable[[Path], None]) -> None:
+def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
+    """Makes the file at `path` by `write(temporary path)`: it is there whole, or not at all."""
     temporary = path.with_name(f".part-{path.name}")
     try:
-        draw(temporary)
+        write(temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)

@@ -1,0 +1,268 @@
+"""The text's own functions, with its names and arguments, for tensors of any framework.
+
+What is wrong in one or another edition of the text is mended here:
+- `get_params` always copies (one edition's copy on the same device is no copy, so that two replicas are one);
+- `allreduce` really changes every entry (one edition rebinds it, so that device 1 never sees the sum);
+- `split_batch` keeps every sample for any batch size and any number of devices (one edition drops the remainder, one
+  refuses, one leaves devices without a part), and works for logical CPU devices too.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from lockstep.backends import Tensor, backend_of, devices_for, load_backend
+from lockstep.config import RunConfig, check_ranks
+from lockstep.device import Device
+from lockstep.engines import Batch, InProcess
+from lockstep.engines.rank import cut_into_chunks, take_part, total_of
+from lockstep.errors import ConfigError
+from lockstep.evaluate import num_correct
+from lockstep.exchange import schedule_for
+from lockstep.exchange.nodes import Node
+from lockstep.layout import Layout
+from lockstep.models import Forward, cross_entropy_sum
+from lockstep.models.lenet import init_lenet, lenet
+from lockstep.report.events import Result
+from lockstep.run import run
+from lockstep.split.batch import part_sizes
+from lockstep.steps import train_step
+from lockstep.update import Sgd
+
+__all__ = [
+    "Result",
+    "allreduce",
+    "devices",
+    "evaluate_accuracy",
+    "get_params",
+    "init_lenet",
+    "lenet",
+    "split_batch",
+    "train",
+    "train_batch",
+    "try_gpu",
+]
+
+
+def try_gpu(i: int = 0, backend: str = "torch") -> Device:
+    """GPU number `i` if there is one, else logical CPU device number `i`.
+
+    >>> try_gpu(5)
+    cpu:5
+    """
+    gpu = Device(f"cuda:{i}")
+    has_it = any(entry.device == gpu for entry in load_backend(backend).hardware())
+    return gpu if has_it else Device(f"cpu:{i}")
+
+
+def devices(wanted: int | str | list[str] | None = None, backend: str = "torch") -> list[Device]:
+    """The devices that `--devices` would mean: a number, or a list; nothing means all that there is.
+
+    >>> devices("cpu:0,cpu:1")
+    [cpu:0, cpu:1]
+    """
+    return devices_for(load_backend(backend), wanted)
+
+
+def get_params(params: Sequence[Tensor], device: str) -> list[Tensor]:
+    """A copy of the parameters on `device`, ready to get gradients. Always a copy, also on the same device.
+
+    >>> import torch
+    >>> params = [torch.zeros(2)]
+    >>> replica = get_params(params, try_gpu(0))
+    >>> replica[0].requires_grad, replica[0].data_ptr() == params[0].data_ptr()
+    (True, False)
+    """
+    if not params:
+        raise ConfigError("get_params got no parameters. Give it a list of tensors.")
+    backend = backend_of(params[0])
+    return [backend.with_gradient(backend.copy_to(param, Device(device))) for param in params]
+
+
+def allreduce(data: list[Tensor], exchange: str = "sharded") -> list[Tensor]:
+    """Makes every entry of `data`, one tensor for each device, the sum of them all; gives the list back.
+
+    The entries are added in the fixed tree, so the sum has the same bits whichever exchange is used, except `ring`.
+
+    >>> import torch
+    >>> data = [torch.ones(1, 2) * (i + 1) for i in range(2)]
+    >>> allreduce(data)
+    [tensor([[3., 3.]]), tensor([[3., 3.]])]
+    """
+    if not data:
+        raise ConfigError("allreduce got an empty list. Give it one tensor for each device.")
+    shapes = {tuple(entry.shape) for entry in data}
+    if len(shapes) > 1:
+        raise ConfigError(f"allreduce adds tensors of one shape, and got {', '.join(map(str, sorted(shapes)))}.")
+    backend = backend_of(data[0])
+    num_ranks = len(data)
+    schedule = schedule_for(exchange, tuple(range(rank, rank + 1) for rank in range(num_ranks)))
+    places = [backend.device_of(entry) for entry in data]
+    flat = [backend.copy_to(entry, place).reshape(-1) for entry, place in zip(data, places, strict=True)]
+    held = [cut_into_chunks(backend, {Node(rank, 1): v}, len(v), schedule) for rank, v in enumerate(flat)]
+    for round_ in schedule.rounds:
+        for rank in range(num_ranks):
+            take_part(backend, places[rank], rank, round_, held)
+    for rank, own in enumerate(held):
+        total = total_of(backend, own, schedule)
+        data[rank] = backend.assign(data[rank], total.reshape(data[rank].shape))
+    return data
+
+
+def split_batch(X: Tensor, y: Tensor, devices: Sequence[str]) -> tuple[list[Tensor], list[Tensor]]:
+    """`X` and `y` cut into a part for each device, and put there. Sizes differ by at most one; nothing is dropped.
+
+    >>> import torch
+    >>> X_parts, y_parts = split_batch(torch.arange(10).reshape(5, 2), torch.arange(5), ["cpu:0", "cpu:1"])
+    >>> y_parts
+    [tensor([0, 1, 2]), tensor([3, 4])]
+    """
+    _check_pairs(X, y)
+    if not devices:
+        raise ConfigError("split_batch got no devices. Give it a list like ['cpu:0', 'cpu:1'].")
+    backend = backend_of(X)
+    X_parts, y_parts, start = [], [], 0
+    for size, name in zip(part_sizes(len(X), len(devices)), devices, strict=True):
+        X_parts.append(backend.copy_to(X[start : start + size], Device(name)))
+        y_parts.append(backend.copy_to(y[start : start + size], Device(name)))
+        start += size
+    return X_parts, y_parts
+
+
+def train_batch(
+    X: Tensor,
+    y: Tensor,
+    device_params: list[list[Tensor]],
+    devices: Sequence[str],
+    lr: float,
+    num_shards: int = 8,
+    *,
+    net: Forward = lenet,
+    exchange: str = "sharded",
+) -> list[list[Tensor]]:
+    """One update of every device's parameters on the whole batch; the same bits for any number of devices.
+
+    Changes `device_params` (one list of parameters for each device) and gives it back.
+
+    >>> import torch
+    >>> params = [torch.from_numpy(array) for array in init_lenet(seed=0).values()]
+    >>> two = devices("cpu:0,cpu:1")
+    >>> device_params = [get_params(params, device) for device in two]
+    >>> X, y = torch.rand(10, 1, 28, 28), torch.arange(10)
+    >>> _ = train_batch(X, y, device_params, two, lr=0.2)
+    >>> bool((device_params[0][0] == device_params[1][0]).all())
+    True
+    """
+    _check_pairs(X, y)
+    places = _check_replicas(device_params, devices)
+    rule = Sgd(RunConfig(learning_rate=lr, num_shards=num_shards).learning_rate)  # checked
+    check_ranks(len(places), num_shards)
+    backend = backend_of(X)
+    layout = _layout(device_params[0])
+    with InProcess(backend, places, exchange) as engine:
+        replicas = engine.each(
+            "replicate", lambda rank, device, params: backend.flatten(layout, params, device), device_params
+        )
+        replicas, _ = train_step(
+            engine, cross_entropy_sum(net), layout, replicas, _batch(X, y, places), num_shards, rule
+        )
+        for params, flat in zip(device_params, replicas, strict=True):
+            params[:] = [backend.assign(p, new) for p, new in zip(params, backend.unflatten(layout, flat), strict=True)]
+    return device_params
+
+
+def evaluate_accuracy(
+    X: Tensor, y: Tensor, device_params: list[list[Tensor]], devices: Sequence[str], *, net: Forward = lenet
+) -> float:
+    """The share of samples that `net` classifies rightly. All devices work, each sample is counted once.
+
+    >>> import torch
+    >>> params = [torch.from_numpy(array) for array in init_lenet(seed=0).values()]
+    >>> two = devices(["cpu:0", "cpu:1"])
+    >>> X, y = torch.rand(500, 1, 28, 28), torch.zeros(500, dtype=torch.int64)
+    >>> 0 <= evaluate_accuracy(X, y, [get_params(params, device) for device in two], two) <= 1
+    True
+    """
+    _check_pairs(X, y)
+    places = _check_replicas(device_params, devices)
+    backend, layout = backend_of(X), _layout(device_params[0])
+    with InProcess(backend, places) as engine:
+        replicas = engine.each(
+            "replicate", lambda rank, device, params: backend.flatten(layout, params, device), device_params
+        )
+        return num_correct(engine, net, layout, replicas, _batch(X, y, places)) / len(X)
+
+
+def train(
+    num_gpus: int | None = None,
+    batch_size: int = 256,
+    lr: float = 0.2,
+    num_epochs: int = 10,
+    *,
+    devices: str | Sequence[str] | None = None,
+    data: str = "fashion-mnist",
+    data_dir: str | Path | None = None,
+    model: str = "lenet",
+    num_shards: int = 8,
+    seed: int = 0,
+    backend: str = "torch",
+    exchange: str = "sharded",
+    out: str | Path | None = None,
+    quiet: bool = False,
+) -> Result:
+    """The text's experiment on `num_gpus` devices (GPUs if there are that many, else logical CPU devices).
+
+    >>> result = train(2, batch_size=256, lr=0.2, num_epochs=1, data="fashion-mnist-mini", quiet=True)
+    >>> result.devices, result.steps
+    (['cpu:0', 'cpu:1'], 8)
+    """
+    if num_gpus is not None and devices is not None:
+        raise ConfigError("train got both num_gpus and devices. Give it one of them.")
+    if devices is not None and not isinstance(devices, str):
+        devices = ",".join(devices)
+    config = RunConfig(
+        model=model,
+        data=data,
+        data_dir=None if data_dir is None else Path(data_dir),
+        batch_size=batch_size,
+        learning_rate=lr,
+        num_epochs=num_epochs,
+        num_shards=num_shards,
+        seed=seed,
+        backend=backend,
+        devices=num_gpus if devices is None else devices,
+        exchange=exchange,
+        out=None if out is None else Path(out),
+    )
+    result = run(config, quiet=quiet)
+    if not quiet:
+        print(result.lines())
+    return result
+
+
+def _check_pairs(X: Tensor, y: Tensor) -> None:
+    if len(X) != len(y):
+        raise ConfigError(f"{len(X)} samples and {len(y)} labels do not go together. Give one label for each sample.")
+    if not len(X):
+        raise ConfigError("The batch is empty. Give it one sample or more.")
+
+
+def _check_replicas(device_params: list[list[Tensor]], devices: Sequence[str]) -> list[Device]:
+    if not devices or len(device_params) != len(devices):
+        raise ConfigError(
+            f"{len(device_params)} lists of parameters for {len(devices)} devices. Give one for each device: "
+            f"[get_params(params, device) for device in devices]."
+        )
+    return [Device(name) for name in devices]
+
+
+def _layout(params: list[Tensor]) -> Layout:
+    return Layout(tuple(f"p{i}" for i in range(len(params))), tuple(tuple(param.shape) for param in params))
+
+
+def _batch(X: Tensor, y: Tensor, places: list[Device]) -> Batch:
+    backend = backend_of(X)
+
+    def fetch(rank: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        return backend.copy_to(X[start:stop], places[rank]), backend.copy_to(y[start:stop], places[rank])
+
+    return Batch(len(X), fetch)

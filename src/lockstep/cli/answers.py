@@ -1,0 +1,35 @@
+"""How a command ends when something is wrong: one plain sentence and the exit status of the contract."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NoReturn
+
+from lockstep.errors import LockstepError
+
+INTERRUPTED = 130
+
+
+def plain_answers(command: Callable[..., None]) -> Callable[..., None]:
+    """`command`, with errors as sentences. Exit status: 2 impossible, 1 failed, 130 interrupted."""
+
+    @wraps(command)
+    def answering(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except LockstepError as error:
+            _leave(str(error), error.exit_status)
+        except KeyboardInterrupt:
+            _leave("interrupted. Start the command again to begin anew.", INTERRUPTED)
+        except BrokenPipeError:  # the reader of standard output has gone (`| head`): nothing to tell it
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(128 + signal.SIGPIPE) from None
+
+    return answering
+
+
+def _leave(sentence: str, status: int) -> NoReturn:
+    print(f"lockstep: {sentence}", file=sys.stderr)
+    raise SystemExit(status)

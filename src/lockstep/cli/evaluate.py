@@ -1,0 +1,26 @@
+"""`lockstep evaluate`: the test accuracy of a finished run, on any devices."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lockstep.cli import options
+from lockstep.cli.answers import plain_answers
+
+
+@plain_answers
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="The folder of a finished run.", show_default=False)],
+    devices: options.Devices = None,
+    data_dir: options.DataDir = None,
+    json: options.Json = False,
+) -> None:
+    """Evaluate a finished run on its test samples, each counted once."""
+    from lockstep.evaluate import evaluate_run
+    from lockstep.report.console import fetch_progress
+    from lockstep.report.runlog import to_json
+
+    with fetch_progress() as progress:
+        result = evaluate_run(run, devices, data_dir, progress)
+    typer.echo(to_json(result.summary()) if json else result.lines())

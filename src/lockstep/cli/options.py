@@ -1,0 +1,29 @@
+"""The options that several commands share."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Devices = Annotated[
+    str | None,
+    typer.Option(
+        help="A number (GPUs if there are that many, else logical CPU devices), or a list: cpu:0,cpu:1 or "
+        "cuda:0,cuda:0. Without it: all GPUs, else a logical device for each core.",
+        show_default=False,
+    ),
+]
+Data = Annotated[str, typer.Option(help="fashion-mnist, fashion-mnist-mini, or a .npz file.")]
+DataDir = Annotated[
+    Path | None, typer.Option(help="Folder with the data set's files, packed or not.", show_default=False)
+]
+Model = Annotated[str, typer.Option(help="lenet.")]
+Epochs = Annotated[int, typer.Option(help="Passes over the data.")]
+Shards = Annotated[int, typer.Option(help="Parts of a batch. Part of the run, as the number of devices is not.")]
+Seed = Annotated[int, typer.Option(help="Decides the starting weights and the order of samples.")]
+Backend = Annotated[str, typer.Option(help="torch.")]
+Engine = Annotated[str, typer.Option(help="inprocess: one process, a thread for each device.")]
+Exchange = Annotated[
+    str, typer.Option(help="sharded, gather or tree; ring adds in an order of its own and does not keep the bits.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, nothing else.")]
