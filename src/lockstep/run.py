@@ -4,13 +4,12 @@ from lockstep.config import RunConfig
 from lockstep.epochs import prepare, train
 from lockstep.report.console import Console, fetch_progress
 from lockstep.report.events import Result, RunDone
-from lockstep.report.plots import draw_curve
 from lockstep.report.runlog import RunLog
 
 
 def run(config: RunConfig, quiet: bool = False) -> Result:
     """The result of a run, shown on standard error unless `quiet`, and recorded if `config.out` names a folder."""
-    log = None if config.out is None else RunLog(config.out, draw_curve)
+    log = None if config.out is None else RunLog(config.out)
     with fetch_progress() as progress:
         prepared = prepare(config, progress)
     with Console() as console:

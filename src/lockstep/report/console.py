@@ -37,7 +37,7 @@ class Console:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._progress.stop()
+        _end(self._progress)
 
     def show(self, event: Event) -> None:
         """Shows one event."""
@@ -49,7 +49,7 @@ class Console:
             case EpochDone():
                 self._epoch_done(event)
             case RunDone():
-                self._progress.stop()
+                _end(self._progress)
 
     def note(self, sentence: str) -> None:
         """Shows a sentence."""
@@ -114,7 +114,7 @@ def fetch_progress() -> Iterator["FetchProgress"]:
     try:
         yield progress
     finally:
-        progress.bar.stop()
+        _end(progress.bar)
 
 
 class FetchProgress:
@@ -134,3 +134,9 @@ class FetchProgress:
             else:
                 self.out.print(f"fetching {what}", markup=False)
         self.bar.update(self._tasks[what], completed=num_bytes, total=total)  # type: ignore[arg-type]
+
+
+def _end(progress: Progress) -> None:
+    """Takes the bar away. Stopping one that never started would print an empty line."""
+    if progress.live.is_started:
+        progress.stop()

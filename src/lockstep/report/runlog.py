@@ -24,8 +24,8 @@ MAX_JSON_BYTES = 1 << 20
 class RunLog:
     """Writes events to the run's folder. Nothing is made before the run has started."""
 
-    def __init__(self, folder: Path, draw_curve: Callable[[list[EpochDone], Path], None]) -> None:
-        self.folder, self._draw_curve = folder, draw_curve
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         check_new_folder(folder)
 
     def write(self, event: Event) -> None:
@@ -48,8 +48,10 @@ class RunLog:
             ) from problem
 
     def _finish(self, result: Result) -> None:
+        from lockstep.report.plots import draw_curve  # matplotlib takes half a second to load: at the end, not before
+
         write_whole(self.folder / "weights.safetensors", lambda path: path.write_bytes(save(result.params)))
-        write_whole(self.folder / "curve.png", lambda path: self._draw_curve(result.history, path))
+        write_whole(self.folder / "curve.png", lambda path: draw_curve(result.history, path))
         self._line("done", {name: value for name, value in result.summary().items() if name != "history"})
         self._text("result.json", to_json(result.summary(), indent=2))
 

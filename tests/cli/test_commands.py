@@ -1,0 +1,194 @@
+"""The other commands: evaluate, compare, devices, data; and the start of the program."""
+
+import csv
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+
+@pytest.fixture
+def run(lockstep, tiny, tmp_path):
+    answer = lockstep(
+        "train", "--data", tiny, "--devices", 2, "--epochs", 3, "--batch-size", 10, "--out", "run", "--json"
+    )
+    assert answer.status == 0
+    return answer.json
+
+
+def test_help_names_every_command_and_imports_no_framework(lockstep):
+    answer = lockstep("--help")
+    assert answer.status == 0
+    for command in ("train", "evaluate", "compare", "devices", "data"):
+        assert f"\n  {command} " in answer.out
+        assert lockstep(command, "--help").status == 0
+    code = (
+        "import sys\nfrom lockstep.cli import app\ntry:\n    app(['--help'])\nexcept SystemExit:\n    pass\n"
+        "heavy = {'torch', 'numpy', 'matplotlib', 'rich', 'safetensors'} & set(sys.modules)\nassert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_version(lockstep):
+    assert lockstep("--version").out == "lockstep 0.1.0\n"
+
+
+def test_without_a_command_the_help_is_shown(lockstep):
+    answer = lockstep()
+    assert "Usage: lockstep" in answer.out + answer.err
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 11])
+def test_evaluate_gives_the_runs_own_accuracy_on_any_number_of_devices(lockstep, run, k):
+    answer = lockstep("evaluate", "run", "--devices", k, "--json")
+    assert answer.status == 0
+    assert answer.json["test_accuracy"] == run["test_accuracy"]
+    assert answer.json["weights_sha256"] == run["weights_sha256"]
+    assert answer.json["num_samples"] == 30
+    assert len(answer.json["devices"]) == k
+
+
+def test_evaluate_prints_two_lines(lockstep, run):
+    first, second = lockstep("evaluate", "run", "--devices", 2).out.splitlines()
+    assert first.startswith("test acc: ")
+    assert first.endswith("of 30) on [cpu:0, cpu:1]")
+    assert second == f"weights sha256: {run['weights_sha256']}"
+
+
+def test_evaluate_refuses_what_is_not_a_run(lockstep, tmp_path):
+    (tmp_path / "empty").mkdir()
+    for folder in ("empty", "nowhere"):
+        answer = lockstep("evaluate", folder)
+        assert answer.status == 2
+        assert answer.err == f"lockstep: {folder} is not a run: it has no config.json.\n"
+
+
+DAMAGE = {
+    "another tensor": (lambda w: {**w, "W9": w["b1"]}, "has W1, W2, W3, W4, W9"),
+    "a tensor less": (lambda w: {n: a for n, a in w.items() if n != "b4"}, "needs W1, b1"),
+    "another shape": (lambda w: {**w, "b1": np.zeros(21, np.float32)}, "b1 is float32 of shape (21,)"),
+    "another type": (lambda w: {**w, "b1": w["b1"].astype(np.float64)}, "b1 is float64"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_evaluate_refuses_weights_that_are_not_the_models(lockstep, run, tmp_path, damage):
+    change, sentence = DAMAGE[damage]
+    path = tmp_path / "run" / "weights.safetensors"
+    save_file(change(load_file(path)), path)
+    answer = lockstep("evaluate", "run")
+    assert answer.status == 2
+    assert sentence in answer.err
+
+
+@pytest.mark.parametrize("settings", [{"model": 3}, {"model": "alexnet"}, {"backend": None}, {"data": ["x"]}], ids=str)
+def test_evaluate_refuses_forged_settings(lockstep, run, tmp_path, settings):
+    path = tmp_path / "run" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+    answer = lockstep("evaluate", "run")
+    assert answer.status == 2
+    assert answer.err.startswith("lockstep: ")
+    assert answer.err.count("\n") == 1
+
+
+def test_compare_trains_the_grid_and_says_what_it_shows(lockstep, tiny, tmp_path):
+    answer = lockstep(
+        "compare",
+        "--data",
+        tiny,
+        "--devices",
+        "1,2",
+        "--batch-size",
+        20,
+        "--lr",
+        "0.1,0.2",
+        "--epochs",
+        2,
+        "--out",
+        "grid",
+    )
+    assert answer.status == 0, answer.err
+    assert "1 and 2 devices end with the same weights, bit for bit" in answer.out
+    assert "times as many samples a second" in answer.out
+    with (tmp_path / "grid" / "compare.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["num_devices"], row["batch_size"], row["learning_rate"]) for row in rows] == [
+        ("1", "20", "0.1"),
+        ("2", "20", "0.1"),
+        ("1", "20", "0.2"),
+        ("2", "20", "0.2"),
+    ]
+    assert rows[0]["weights_sha256"] == rows[1]["weights_sha256"] != rows[2]["weights_sha256"]
+    assert (tmp_path / "grid" / "compare.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "grid" / "k2-batch20-lr0.2" / "weights.safetensors").is_file()
+
+
+def test_compare_scales_the_batch_with_the_devices(lockstep, tiny):
+    arguments = ("compare", "--data", tiny, "--devices", "1,2", "--batch-size", "10", "--scale-batch", "--epochs", 1)
+    answer = lockstep(*arguments, "--lr", "0.1,0.2", "--json")
+    assert [row["batch_size"] for row in answer.json["rows"]] == [10, 20, 10, 20]
+    assert "the best learning rate is" in answer.json["sentence"].lower()
+    assert "for batch 10 and" in answer.json["sentence"]
+
+
+def test_compare_shows_that_ring_does_not_keep_the_bits(lockstep, tiny):
+    answer = lockstep(
+        "compare", "--data", tiny, "--devices", "2,3", "--epochs", 2, "--exchange", "ring", "--json", "--batch-size", 5
+    )
+    assert "the number of devices changed the weights" in answer.json["sentence"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("--devices one", "--devices one: not a list of numbers"),
+        ("--devices 0,1", "0 is not a number of devices"),
+        ("--devices 1,9", "9 devices cannot share 8 shards"),
+        ("--lr fast", "--lr fast: not a list of numbers"),
+        ("--lr 0.1,-1", "The learning rate -1.0"),
+        ("--batch-size 10,x", "--batch-size 10,x: not a list of numbers"),
+    ],
+)
+def test_compare_refuses_the_impossible_before_it_starts(lockstep, tiny, tmp_path, arguments, sentence):
+    answer = lockstep("compare", "--data", tiny, *arguments.split())
+    assert answer.status == 2
+    assert sentence in answer.err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_devices_lists_the_cpu_with_its_cores(lockstep):
+    answer = lockstep("devices")
+    assert answer.status == 0
+    assert "cpu:0, cpu:1, ..." in answer.out
+    assert "core" in answer.out
+    rows = lockstep("devices", "--json").json["devices"]
+    assert rows[-1]["device"] == "cpu:0"
+    assert rows[-1]["num_cores"] >= 1
+
+
+def test_data_shows_where_each_data_set_is(lockstep, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("lockstep.data.sources.SYSTEM_FOLDER", tmp_path / "nowhere")
+    answer = lockstep("data")
+    assert answer.status == 0
+    assert "fashion-mnist: not on this machine; `lockstep data fashion-mnist --fetch` gets it" in answer.out
+    assert "fashion-mnist-mini.npz" in answer.out
+
+
+def test_data_verifies(lockstep, tiny):
+    answer = lockstep("data", "fashion-mnist-mini", "--verify")
+    assert "good: 2,000 training and 500 test samples of 1x28x28, 10 classes" in answer.out
+    assert "good: 70 training and 30 test samples" in lockstep("data", tiny).out
+
+
+def test_data_refuses_what_it_does_not_know(lockstep, tmp_path):
+    answer = lockstep("data", "mnist")
+    assert answer.status == 2
+    assert "no data set" in answer.err
+    (tmp_path / "empty").mkdir()
+    answer = lockstep("data", "fashion-mnist", "--fetch", "--data-dir", "empty")
+    assert answer.status == 2
+    assert "empty does not have Fashion-MNIST" in answer.err

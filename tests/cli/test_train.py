@@ -1,0 +1,185 @@
+"""`lockstep train`: the contract of the command, and the same bits from the command line."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from lockstep.layout import sha256_of
+
+MINI = ("--data", "fashion-mnist-mini", "--epochs", 2, "--json")
+
+
+def train_mini(lockstep, *arguments):
+    answer = lockstep("train", *MINI, *arguments)
+    assert answer.status == 0, answer.err
+    return answer.json
+
+
+@pytest.fixture(scope="module")
+def known():
+    """The hash that the first run with these settings gave; every later one must give it again."""
+    return {}
+
+
+# A choice from the grid of devices x exchanges x batch sizes; tests/steps has the whole of it on fewer samples.
+CASES = [(k, "sharded", 256) for k in range(1, 9)]
+CASES += [(k, exchange, 256) for exchange in ("gather", "tree") for k in (2, 5, 8)]
+CASES += [("cpu:0,cpu:1", "sharded", 256), (1, "sharded", 100), (3, "tree", 100), (8, "sharded", 100)]
+
+
+@pytest.mark.parametrize(("devices", "exchange", "batch_size"), CASES)
+def test_the_hash_does_not_depend_on_devices_or_exchange(lockstep, known, devices, exchange, batch_size):
+    result = train_mini(lockstep, "--devices", devices, "--exchange", exchange, "--batch-size", batch_size)
+    assert result["weights_sha256"] == known.setdefault(batch_size, result["weights_sha256"])
+    assert result["steps"] == 2 * -(-2000 // batch_size)
+
+
+def test_the_hash_is_that_of_the_weights_on_disk(lockstep, tiny, tmp_path):
+    answer = lockstep("train", "--data", tiny, "--devices", 2, "--epochs", 1, "--out", "run", "--json")
+    run = tmp_path / "run"
+    assert sorted(os.listdir(run)) == [
+        "config.json",
+        "curve.png",
+        "metrics.jsonl",
+        "result.json",
+        "weights.safetensors",
+    ]
+    weights = load_file(run / "weights.safetensors")
+    order = ["W1", "b1", "W2", "b2", "W3", "b3", "W4", "b4"]
+    assert sha256_of([weights[name] for name in order]) == answer.json["weights_sha256"]
+    assert json.loads((run / "result.json").read_text()) == answer.json
+    assert answer.json["run"] == "run"
+    events = [json.loads(line)["event"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert events == ["started", "epoch", "done"]
+
+
+def test_it_ends_with_the_two_lines_of_the_contract(lockstep, tiny):
+    answer = lockstep("train", "--data", tiny, "--devices", 2, "--epochs", 1)
+    first, second = answer.out.splitlines()
+    assert re.fullmatch(r"test acc: \d\.\d\d, \d+\.\d sec/epoch on \[cpu:0, cpu:1\]", first)
+    assert re.fullmatch(r"weights sha256: [0-9a-f]{64}", second)
+    assert "epoch 1/1" in answer.err
+
+
+def test_json_is_one_object_with_the_promised_names(lockstep, tiny):
+    answer = lockstep("train", "--data", tiny, "--devices", 2, "--epochs", 1, "--json")
+    promised = {"test_accuracy", "seconds_per_epoch", "devices", "steps", "weights_sha256", "run"}
+    assert promised <= set(answer.json)
+    assert answer.json["devices"] == ["cpu:0", "cpu:1"]
+    assert answer.out.count("\n") == 1
+
+
+def test_without_a_name_runs_get_folders_of_their_own(lockstep, tiny, tmp_path):
+    for _ in range(2):
+        assert lockstep("train", "--data", tiny, "--devices", 1, "--epochs", 1).status == 0
+    names = os.listdir(tmp_path / "runs")
+    assert len(names) == 2
+    assert all(name.startswith("lenet-tiny-") for name in names)
+
+
+IMPOSSIBLE = {
+    "--devices 0": "0 devices",
+    "--devices 9": "9 devices cannot share 8 shards",
+    "--devices cuda:7": "There is no cuda:7",
+    "--devices cpu:0,cpu:0": "cpu:0 is listed 2 times",
+    "--devices cpu:0,cuda:0": "mixes CPU and GPU",
+    "--devices tpu": "'tpu' is not the name of a device",
+    "--batch-size 0": "A batch of 0 samples",
+    "--lr 0": "The learning rate 0.0",
+    "--lr nan": "The learning rate nan",
+    "--epochs 0": "0 epochs",
+    "--shards 0": "0 shards",
+    "--seed -1": "The seed -1",
+    "--model lenett": "no model called 'lenett'. Did you mean 'lenet'?",
+    "--data fashion": "no data set (or .npz file) called 'fashion'",
+    "--data missing.npz": "There is no file missing.npz",
+    "--exchange rings": "Did you mean 'ring'?",
+    "--engine threads": "no engine called 'threads'",
+    "--backend pytorch": "Did you mean 'torch'?",
+}
+
+
+@pytest.mark.parametrize("arguments", IMPOSSIBLE)
+def test_the_impossible_is_refused_in_one_line_before_anything_is_written(lockstep, tmp_path, arguments):
+    answer = lockstep("train", "--data", "fashion-mnist-mini", *arguments.split())
+    assert answer.status == 2
+    assert answer.out == ""
+    assert IMPOSSIBLE[arguments] in answer.err
+    assert answer.err.startswith("lockstep: ")
+    assert answer.err.count("\n") == 1
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_unknown_option_is_status_2(lockstep):
+    answer = lockstep("train", "--lrate", 0.1)
+    assert answer.status == 2
+    assert "--lrate" in answer.err
+
+
+def test_a_run_is_never_written_over(lockstep, tiny):
+    arguments = ("train", "--data", tiny, "--devices", 1, "--epochs", 1, "--out", "run")
+    assert lockstep(*arguments).status == 0
+    again = lockstep(*arguments)
+    assert again.status == 2
+    assert "run is not empty" in again.err
+
+
+def test_data_of_another_shape_is_refused(lockstep, tmp_path):
+    X, y = np.zeros((4, 32, 32), np.uint8), np.zeros(4, int)
+    np.savez(tmp_path / "large.npz", X_train=X, y_train=y, X_test=X, y_test=y)
+    answer = lockstep("train", "--data", "large.npz")
+    assert answer.status == 2
+    assert "lenet takes samples of shape 1x28x28, and those of large.npz have 1x32x32" in answer.err
+    X, y = np.zeros((4, 28, 28), np.uint8), np.arange(8, 12)
+    np.savez(tmp_path / "labels.npz", X_train=X, y_train=y, X_test=X, y_test=y)
+    answer = lockstep("train", "--data", "labels.npz")
+    assert answer.status == 2
+    assert "tells 10 classes apart, and labels.npz has labels up to 11" in answer.err
+
+
+def test_a_run_that_diverges_says_so(lockstep, tiny):
+    answer = lockstep("train", "--data", tiny, "--devices", 1, "--epochs", 6, "--lr", 1e30, "--json", "--batch-size", 7)
+    assert answer.status == 0
+    assert "The loss is no longer a number" in answer.err
+    assert answer.json["history"][-1]["train_loss"] is None
+
+
+def test_a_failure_on_a_rank_is_status_1_and_named(lockstep, tiny, monkeypatch):
+    from lockstep.backends import load_backend
+
+    def fails(*_):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(load_backend("torch"), "value_and_grad", fails)
+    answer = lockstep("train", "--data", tiny, "--devices", 2, "--epochs", 1)
+    assert answer.status == 1
+    assert "rank 0 (cpu:0), during forward and backward: RuntimeError: out of memory" in answer.err
+
+
+def test_ctrl_c_ends_the_run_with_status_130(tmp_path):
+    command = [sys.executable, "-m", "lockstep", "train", "--data", "fashion-mnist-mini", "--devices", "2"]
+    process = subprocess.Popen(
+        [*command, "--epochs", "1000"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if line.startswith("epoch"):
+            break
+    process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, (lines, err)
+    assert time.monotonic() - began < 10
+    assert out == ""
+    assert "interrupted" in err
+    assert "Traceback" not in err

@@ -1,0 +1,60 @@
+"""Data sets by name, or from a file."""
+
+import numpy as np
+import pytest
+
+from lockstep.data import DATASETS, load_dataset
+from lockstep.errors import ConfigError, DataError
+
+
+def test_the_mini_set_is_there_without_a_network(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert load_dataset("fashion-mnist-mini").X_train.shape == (2000, 1, 28, 28)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_ends_in_npz_is_a_file(tmp_path):
+    X, y = np.zeros((4, 3), np.float32), np.arange(4)
+    np.savez(tmp_path / "mine.npz", X_train=X, y_train=y, X_test=X, y_test=y)
+    data = load_dataset(str(tmp_path / "mine.npz"))
+    assert data.name == str(tmp_path / "mine.npz")
+    assert data.num_classes == 4
+
+
+def test_the_largest_label_of_both_parts_gives_the_number_of_classes(tmp_path):
+    X = np.zeros((2, 3), np.float32)
+    np.savez(tmp_path / "mine.npz", X_train=X, y_train=np.array([0, 1]), X_test=X, y_test=np.array([6, 0]))
+    assert load_dataset(str(tmp_path / "mine.npz")).num_classes == 7
+
+
+def test_an_unknown_name_is_refused_with_the_names_that_there_are():
+    with pytest.raises(ConfigError) as refused:
+        load_dataset("fashion-minst")
+    assert str(refused.value) == (
+        "There is no data set (or .npz file) called 'fashion-minst'. Did you mean 'fashion-mnist'? "
+        f"There are: {', '.join(sorted(DATASETS))}."
+    )
+
+
+def test_the_mini_set_from_a_folder_is_refused(tmp_path):
+    with pytest.raises(DataError, match="leave --data-dir away"):
+        load_dataset("fashion-mnist-mini", tmp_path)
+
+
+def test_fashion_mnist_is_read_from_the_folder_that_the_user_names(tmp_path, tiny_fashion):
+    for name, content in tiny_fashion.items():
+        (tmp_path / name).write_bytes(content)
+    data = load_dataset("fashion-mnist", tmp_path)
+    assert (data.name, data.X_train.shape) == ("fashion-mnist", (12, 1, 8, 9))
+
+
+def test_a_folder_without_fashion_mnist_is_refused(tmp_path):
+    with pytest.raises(DataError) as refused:
+        load_dataset("fashion-mnist", tmp_path)
+    assert str(refused.value).startswith(f"{tmp_path} does not have Fashion-MNIST.")
+
+
+@pytest.mark.xfail(strict=True, raises=OSError, reason="find_in: Path.is_file raises for a name that is too long")
+def test_a_folder_with_an_impossible_name_is_refused(tmp_path):
+    with pytest.raises(DataError):
+        load_dataset("fashion-mnist", tmp_path / ("a" * 300))

@@ -1,0 +1,37 @@
+"""The two lines that a run ends with, and the result as plain values."""
+
+import dataclasses
+
+import pytest
+
+
+def test_a_run_ends_with_the_lines_of_the_text(make_result):
+    result = make_result(test_accuracy=0.84, seconds_per_epoch=12.3, weights_sha256="0123456789abcdef" * 4)
+    assert result.lines() == (
+        "test acc: 0.84, 12.3 sec/epoch on [cpu:0, cpu:1]\n"
+        "weights sha256: 0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef"
+    )
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "seconds", "devices", "line"),
+    [
+        (1.0, 0.04, ["cuda:0"], "test acc: 1.00, 0.0 sec/epoch on [cuda:0]"),
+        (0.8461, 99.96, ["cuda:1", "cuda:1"], "test acc: 0.85, 100.0 sec/epoch on [cuda:1, cuda:1]"),
+        (0.1, 7, ["cpu:0"], "test acc: 0.10, 7.0 sec/epoch on [cpu:0]"),
+    ],
+)
+def test_accuracy_has_two_places_and_seconds_one(make_result, accuracy, seconds, devices, line):
+    result = make_result(test_accuracy=accuracy, seconds_per_epoch=seconds, devices=devices)
+    assert result.lines().splitlines()[0] == line
+
+
+def test_the_summary_has_everything_but_the_parameters(make_result):
+    result = make_result()
+    summary = result.summary()
+    assert set(summary) == {field.name for field in dataclasses.fields(result)} - {"params"}
+    assert summary["history"][1] == {"epoch": 2, "seconds": 12.68, "train_loss": 0.5, "test_accuracy": 0.8437}
+
+
+def test_a_result_is_shown_without_its_parameters(make_result):
+    assert "params" not in repr(make_result())

@@ -1,0 +1,64 @@
+"""Pictures: PNG files, of one run and of several."""
+
+import struct
+
+import pytest
+
+from lockstep.report.events import EpochDone
+from lockstep.report.plots import draw_curve, draw_curves
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def history(*accuracies):
+    return [EpochDone(epoch, 1.0, 0.5, accuracy) for epoch, accuracy in enumerate(accuracies, 1)]
+
+
+def size_of(path):
+    content = path.read_bytes()
+    assert content.startswith(PNG)
+    assert content.endswith(b"IEND\xaeB`\x82")
+    return struct.unpack(">II", content[16:24])
+
+
+@pytest.mark.parametrize("accuracies", [(0.5, 0.7, 0.8), (0.5,), (0.5, float("nan"), 0.1)])
+def test_a_curve_is_a_png_whatever_the_name_of_the_file(tmp_path, accuracies):
+    draw_curve(history(*accuracies), tmp_path / ".part-curve.png")
+    draw_curve(history(*accuracies), tmp_path / "curve")
+    assert size_of(tmp_path / ".part-curve.png") == size_of(tmp_path / "curve") == (630, 450)
+
+
+def test_the_picture_depends_on_the_history_and_on_nothing_else(tmp_path):
+    for name, last in (("one", 0.8), ("same", 0.8), ("other", 0.3)):
+        draw_curve(history(0.5, 0.7, last), tmp_path / name)
+    one, same, other = ((tmp_path / name).read_bytes() for name in ("one", "same", "other"))
+    assert one == same
+    assert one != other
+
+
+@pytest.mark.parametrize("num_epochs", [1, 3])
+def test_several_curves_are_in_one_picture_with_their_names(tmp_path, num_epochs):
+    curves = {f"{k} devices": history(*[0.1 * k] * num_epochs) for k in range(1, 6)}
+    draw_curves(curves, tmp_path / "all.png")
+    assert size_of(tmp_path / "all.png") == (960, 600)
+    draw_curves({f"{label}!": curve for label, curve in curves.items()}, tmp_path / "renamed.png")
+    assert (tmp_path / "all.png").read_bytes() != (tmp_path / "renamed.png").read_bytes()
+
+
+def test_curves_of_different_length_are_drawn(tmp_path):
+    draw_curves({"short": history(0.5), "long": history(0.5, 0.6, 0.7)}, tmp_path / "all.png")
+    assert size_of(tmp_path / "all.png") == (960, 600)
+
+
+def test_two_equal_runs_are_both_seen(tmp_path):
+    draw_curves({"one": history(0.5, 0.7)}, tmp_path / "one.png")
+    draw_curves({"one": history(0.5, 0.7), "two": history(0.5, 0.7)}, tmp_path / "two.png")
+    assert (tmp_path / "one.png").read_bytes() != (tmp_path / "two.png").read_bytes()
+
+
+def test_drawing_needs_no_display_and_leaves_no_figure_open(tmp_path, monkeypatch):
+    import matplotlib.pyplot
+
+    monkeypatch.delenv("DISPLAY", raising=False)
+    draw_curve(history(0.5, 0.6), tmp_path / "curve.png")
+    assert matplotlib.pyplot.get_fignums() == []

@@ -1,0 +1,338 @@
+"""A run's folder: what is in it and when; and a folder from anybody, read without harm."""
+
+import errno
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load, save
+
+from lockstep.errors import ConfigError, RunError
+from lockstep.report import runlog
+from lockstep.report.events import EpochDone, RunDone, StepDone
+from lockstep.report.runlog import RunLog, check_new_folder, read_run, to_json, write_whole
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+# --- writing
+
+
+def test_a_run_leaves_its_five_files(tmp_path, make_started, make_result):
+    folder, result = tmp_path / "runs" / "one", make_result()
+    log = RunLog(folder)
+    assert not folder.parent.exists()
+    log.write(make_started())
+    assert names_in(folder) == ["config.json", "metrics.jsonl"]
+    log.write(StepDone(1, 1, 256))
+    for epoch in result.history:
+        log.write(epoch)
+    assert names_in(folder) == ["config.json", "metrics.jsonl"]
+    log.write(RunDone(result))
+    assert names_in(folder) == ["config.json", "curve.png", "metrics.jsonl", "result.json", "weights.safetensors"]
+
+    assert json.loads((folder / "config.json").read_text()) == make_started().config
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line.pop("event") for line in lines] == ["started", "epoch", "epoch", "done"]
+    assert lines[0]["devices"] == ["cpu:0", "cpu:1"]
+    assert lines[1] == {"epoch": 1, "seconds": 12.0, "train_loss": 1.5, "test_accuracy": 0.7}
+    assert lines[3]["weights_sha256"] == result.weights_sha256
+    assert json.loads((folder / "result.json").read_text()) == result.summary()
+    assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    weights = load((folder / "weights.safetensors").read_bytes())
+    assert {name: array.tobytes() for name, array in weights.items()} == {
+        name: array.tobytes() for name, array in result.params.items()
+    }
+
+
+def test_an_empty_folder_may_be_used(tmp_path, make_started):
+    RunLog(tmp_path).write(make_started())
+    assert names_in(tmp_path) == ["config.json", "metrics.jsonl"]
+
+
+def test_a_folder_with_something_in_it_is_refused_and_left_as_it_is(tmp_path):
+    (tmp_path / ".hidden").write_text("mine")
+    with pytest.raises(ConfigError) as refused:
+        RunLog(tmp_path)
+    assert str(refused.value) == (
+        f"{tmp_path} is not empty: a run is never written over. Choose another --out, or remove it."
+    )
+    assert names_in(tmp_path) == [".hidden"]
+
+
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError) as refused:
+        RunLog(tmp_path / "file")
+    assert str(refused.value) == f"{tmp_path / 'file'} is a file. Choose another --out."
+
+
+@pytest.mark.xfail(strict=True, reason="check_new_folder: os.access says that the file is writable")
+def test_a_folder_below_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError):
+        check_new_folder(tmp_path / "file" / "run")
+
+
+@pytest.mark.xfail(strict=True, raises=OSError, reason="check_new_folder: Path.is_dir raises for such a name")
+def test_a_folder_with_an_impossible_name_is_refused(tmp_path):
+    with pytest.raises(ConfigError):
+        check_new_folder(tmp_path / ("a" * 300))
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_place_that_may_not_be_written_to_is_refused(tmp_path, monkeypatch, exists):
+    folder = tmp_path if exists else tmp_path / "one" / "two"
+    asked = []
+    monkeypatch.setattr(runlog.os, "access", lambda path, mode: asked.append(path))
+    with pytest.raises(ConfigError, match=r"is not writable\. Choose another --out"):
+        check_new_folder(folder)
+    assert asked == [tmp_path]
+
+
+def test_numbers_that_are_not_finite_become_null(tmp_path, make_started):
+    log = RunLog(tmp_path)
+    log.write(make_started())
+    log.write(EpochDone(1, 0.5, float("nan"), float("inf")))
+    last = (tmp_path / "metrics.jsonl").read_text().splitlines()[-1]
+    assert last == '{"event": "epoch", "epoch": 1, "seconds": 0.5, "train_loss": null, "test_accuracy": null}'
+
+
+def test_json_has_null_for_nan_at_any_depth_and_names_for_paths(tmp_path):
+    value = {"a": [float("nan"), (float("-inf"), 1.5)], "b": {"c": tmp_path}, "d": None, "e": True}
+    assert json.loads(to_json(value)) == {"a": [None, [None, 1.5]], "b": {"c": str(tmp_path)}, "d": None, "e": True}
+    assert "\n" not in to_json(value)
+    assert "\n" in to_json(value, indent=2)
+
+
+plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+
+
+@given(st.recursive(plain, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=3), v, max_size=3)))
+def test_what_is_written_is_always_json(value):
+    def no_constant(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    json.loads(to_json(value), parse_constant=no_constant)
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("name", ["config.json", "weights.safetensors", "curve.png", "result.json"])
+def test_a_failing_write_leaves_no_part_and_says_so(tmp_path, monkeypatch, make_started, make_result, name):
+    folder = tmp_path / "run"
+
+    def fails_on_one(path, write):
+        def write_half(temporary):
+            write(temporary)
+            if path.name == name:
+                assert temporary.exists()
+                raise FULL
+
+        write_whole(path, write_half)
+
+    monkeypatch.setattr(runlog, "write_whole", fails_on_one)
+    log = RunLog(folder)
+    if name != "config.json":
+        log.write(make_started())
+    event = make_started() if name == "config.json" else RunDone(make_result())
+    with pytest.raises(RunError) as failed:
+        log.write(event)
+    assert str(failed.value) == (
+        f"{folder} cannot be written to: No space left on device. Free some space, or choose another --out."
+    )
+    assert failed.value.__cause__ is FULL
+    assert name not in names_in(folder)
+    assert not [left for left in names_in(folder) if "part" in left]
+
+
+def test_a_folder_that_vanishes_is_an_error_of_the_run(tmp_path, make_started):
+    log = RunLog(tmp_path / "run")
+    log.write(make_started())
+    for path in (tmp_path / "run").iterdir():
+        path.unlink()
+    (tmp_path / "run").rmdir()
+    with pytest.raises(RunError, match="cannot be written to: No such file or directory"):
+        log.write(EpochDone(1, 1.0, 1.0, 0.5))
+
+
+@pytest.mark.parametrize("problem", [FULL, KeyboardInterrupt()])
+def test_a_file_is_there_whole_or_not_at_all(tmp_path, problem):
+    def half(path):
+        path.write_text("half")
+        raise problem
+
+    (tmp_path / "kept").write_text("old")
+    for name in ("new", "kept"):
+        with pytest.raises(type(problem)):
+            write_whole(tmp_path / name, half)
+    assert names_in(tmp_path) == ["kept"]
+    assert (tmp_path / "kept").read_text() == "old"
+
+
+def test_a_file_appears_under_its_name_only_when_it_is_whole(tmp_path):
+    seen = []
+
+    def write(path):
+        path.write_text("content")
+        seen.append(names_in(tmp_path))
+
+    write_whole(tmp_path / "file", write)
+    assert seen == [[".part-file"]]
+    assert names_in(tmp_path) == ["file"]
+
+
+# --- reading what anybody wrote
+
+WEIGHTS = save({"W": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.zeros(2, np.float32)})
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("run")
+
+
+def read(folder, config=b"{}", weights=WEIGHTS):
+    (folder / "config.json").write_bytes(config)
+    (folder / "weights.safetensors").write_bytes(weights)
+    return read_run(folder)
+
+
+def refusal(folder, **files):
+    with pytest.raises(ConfigError) as refused:
+        read(folder, **files)
+    assert str(folder) in str(refused.value)
+    return str(refused.value)
+
+
+def test_what_a_run_wrote_is_read_again(tmp_path, make_started, make_result):
+    log, result = RunLog(tmp_path), make_result()
+    log.write(make_started())
+    log.write(RunDone(result))
+    config, weights = read_run(tmp_path)
+    assert config == make_started().config
+    assert weights.keys() == result.params.keys()
+    for name, array in result.params.items():
+        assert weights[name].shape == array.shape
+        assert weights[name].tobytes() == array.tobytes()
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path):
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(ConfigError) as refused:
+            read_run(folder)
+        assert str(refused.value) == f"{folder} is not a run: it has no config.json."
+
+
+def test_a_run_that_has_not_finished_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError) as refused:
+        read_run(tmp_path)
+    assert str(refused.value) == f"{tmp_path} is a run that has not finished: it has no weights.safetensors."
+
+
+@pytest.mark.xfail(strict=True, raises=OSError, reason="read_run: Path.is_file raises for such a name")
+def test_a_run_with_an_impossible_name_is_refused(tmp_path):
+    with pytest.raises(ConfigError):
+        read_run(tmp_path / ("a" * 300))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [b"", b"{", b"{'a': 1}", b'{"a": 1', b"\xff\xfe\x00", b'{"a": "\xff"}', b"[" * 100_000, b'{"a":' * 100_000]
+    + [b'{"a": ' + b"9" * 5000 + b"}"],
+    ids=["empty", "cut", "quotes", "open", "utf-16", "latin-1", "deep list", "deep object", "long number"],
+)
+def test_bad_json_is_refused(run_folder, config):
+    assert "config.json cannot be read: " in refusal(run_folder, config=config)
+
+
+@pytest.mark.parametrize("config", [b"[]", b"1", b'"a"', b"null", b"NaN"])
+def test_json_that_is_no_object_is_refused(run_folder, config):
+    assert refusal(run_folder, config=config) == (f"{run_folder / 'config.json'} does not hold the settings of a run.")
+
+
+def test_endless_json_is_refused(run_folder, monkeypatch):
+    monkeypatch.setattr(runlog, "MAX_JSON_BYTES", 20)
+    assert read(run_folder, config=b'{"a": "' + b"x" * 11 + b'"}')[0] == {"a": "x" * 11}
+    assert "config.json cannot be read: " in refusal(run_folder, config=b'{"a": "' + b"x" * 12 + b'"}')
+
+
+@pytest.mark.parametrize("num_bytes", [*range(10), len(WEIGHTS) // 2, len(WEIGHTS) - 1])
+def test_truncated_weights_are_refused(run_folder, num_bytes):
+    assert "weights.safetensors is damaged: " in refusal(run_folder, weights=WEIGHTS[:num_bytes])
+
+
+@pytest.mark.parametrize("weights", [b"rubbish" * 100, bytes(100), b"\xff" * 100, WEIGHTS + b"!", b"PK\x03\x04" * 30])
+def test_rubbish_in_place_of_weights_is_refused(run_folder, weights):
+    assert "weights.safetensors is damaged: " in refusal(run_folder, weights=weights)
+
+
+def forged(**entry):
+    header = json.dumps({"W": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4], **entry}}).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(4)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "F33"},
+        {"dtype": "F64"},
+        {"shape": [2]},
+        {"shape": [-1]},
+        {"shape": [1.5]},
+        {"shape": [2**62, 2**62]},
+        {"shape": [1] * 100},
+        {"data_offsets": [4, 0]},
+        {"data_offsets": [0, 2**40]},
+    ],
+    ids=str,
+)
+def test_a_forged_header_is_refused(run_folder, entry):
+    assert "weights.safetensors is damaged: " in refusal(run_folder, weights=forged(**entry))
+
+
+@pytest.mark.xfail(strict=True, raises=AttributeError, reason="read_run: numpy has no such type")
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2", "F8_E8M0"])
+def test_weights_of_a_type_that_numpy_does_not_have_are_refused(run_folder, dtype):
+    assert "weights.safetensors is damaged: " in refusal(run_folder, weights=forged(dtype=dtype, shape=[4]))
+
+
+changes = st.lists(st.tuples(st.integers(0, len(WEIGHTS) - 1), st.integers(1, 255)), max_size=4)
+
+
+@given(changes=changes, num_cut=st.just(0) | st.integers(0, len(WEIGHTS)))
+@settings(deadline=None, max_examples=300)
+def test_damaged_weights_give_arrays_or_a_sentence_and_never_another_exception(run_folder, changes, num_cut):
+    damaged = bytearray(WEIGHTS)
+    for place, flip in changes:
+        damaged[place] ^= flip
+    damaged = bytes(damaged[: len(WEIGHTS) - num_cut])
+    try:
+        config, weights = read(run_folder, weights=damaged)
+    except ConfigError as refused:
+        sentence = str(refused)
+    else:
+        assert config == {}
+        assert all(isinstance(array, np.ndarray) for array in weights.values())
+        return
+    assert f"{run_folder / 'weights.safetensors'} is damaged: " in sentence
+    assert damaged != WEIGHTS
+
+
+@given(config=st.binary(max_size=30))
+@settings(deadline=None)
+def test_any_bytes_as_settings_give_an_object_or_a_sentence(run_folder, config):
+    try:
+        found, _ = read(run_folder, config=config)
+    except ConfigError as refused:
+        sentence = str(refused)
+    else:
+        assert isinstance(found, dict)
+        return
+    assert str(run_folder / "config.json") in sentence
