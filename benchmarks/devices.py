@@ -11,6 +11,7 @@ import json
 import platform
 import statistics
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from lockstep.backends import load_backend
@@ -36,8 +37,9 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     arguments = parser.parse_args()
 
+    first_alone = arguments.devices.partition(",")[0] if ":" in arguments.devices else 1
     many = RunConfig(data=arguments.data, num_epochs=arguments.epochs, devices=arguments.devices)
-    one = RunConfig(data=arguments.data, num_epochs=arguments.epochs, devices=arguments.devices.split(",")[0] if ":" in arguments.devices else 1)
+    one = replace(many, devices=first_alone)
     run_once(RunConfig(data="fashion-mnist-mini", num_epochs=1, devices=arguments.devices))  # warm up
     pairs = []
     for number in range(arguments.pairs):

@@ -35,7 +35,7 @@ def test_the_public_names_are_these_and_all_of_them_exist():
 
 
 def test_an_unknown_name_is_an_attribute_error_that_lists_the_names():
-    with pytest.raises(AttributeError, match="no attribute 'trian'. It offers: .*train"):
+    with pytest.raises(AttributeError, match=r"no attribute 'trian'. It offers: .*train"):
         _ = lockstep.trian
 
 

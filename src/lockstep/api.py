@@ -1,7 +1,7 @@
 """The text's own functions, with its names and arguments, for tensors of any framework.
 
 What is wrong in one or another edition of the text is mended here:
-- `get_params` always copies (one edition's copy on the same device is no copy, so that two replicas are one);
+- `get_params` always copies (in most editions a copy on the same device is no copy, so that two replicas are one);
 - `allreduce` really changes every entry (one edition rebinds it, so that device 1 never sees the sum);
 - `split_batch` keeps every sample for any batch size and any number of devices (one edition drops the remainder, one
   refuses, one leaves devices without a part), and works for logical CPU devices too.

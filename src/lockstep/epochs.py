@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import asdict
 from typing import NamedTuple
 
@@ -47,7 +47,7 @@ def prepare(config: RunConfig, progress: Progress = no_progress) -> Prepared:
     return Prepared(backend, engine, devices, model, data)
 
 
-def train(config: RunConfig, prepared: Prepared) -> Iterator[Event]:
+def train(config: RunConfig, prepared: Prepared) -> Generator[Event, None, None]:
     """The events of a run: RunStarted, then StepDone and EpochDone, and RunDone with the result at last."""
     backend, engine_type, devices, model, data = prepared
     initial = model.init(config.seed)

@@ -1,5 +1,7 @@
 """A run from end to end: everything is checked, then trained, shown and recorded."""
 
+from contextlib import closing
+
 from lockstep.config import RunConfig
 from lockstep.epochs import prepare, train
 from lockstep.report.console import Console, fetch_progress
@@ -12,11 +14,11 @@ def run(config: RunConfig, quiet: bool = False) -> Result:
     log = None if config.out is None else RunLog(config.out)
     with fetch_progress() as progress:
         prepared = prepare(config, progress)
-    with Console() as console:
-        for event in train(config, prepared):
-            if not quiet:
-                console.show(event)
+    with Console() as console, closing(train(config, prepared)) as events:
+        for event in events:
             if log is not None:
                 log.write(event)
+            if not quiet:
+                console.show(event)
     assert isinstance(event, RunDone), "the last event of a run is its result"
     return event.result

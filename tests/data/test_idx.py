@@ -187,8 +187,9 @@ def test_labels_of_all_classes_are_good_and_so_are_none():
     check_labels(np.zeros(0, np.uint8), 10, "labels")
 
 
-def test_a_label_out_of_range_is_refused_with_its_place():
-    labels = np.array([0, 9, 10, 255], np.uint8)
+@pytest.mark.parametrize("last", [9, 10, 255])
+def test_a_label_out_of_range_is_refused_with_its_place(last):
+    labels = np.array([0, 9, 10, last], np.uint8)
     with pytest.raises(DataError) as refused:
         check_labels(labels, 10, "some/labels")
     assert str(refused.value) == "some/labels: label 2 is 10, and there are 10 classes, 0 to 9."

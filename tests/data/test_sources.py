@@ -260,6 +260,7 @@ def test_a_server_that_knows_no_ranges_sends_all_again(mirror, cache, tiny_fashi
     mirror.answer = send_whole_always
     fetch(mirror)
     assert mirror.seen[0] == (FIRST, "bytes=100-")
+    assert mirror.names_seen == NAMES
     assert_whole(cache, tiny_fashion)
 
 
@@ -270,10 +271,10 @@ def test_a_part_that_is_whole_already_is_taken(mirror, cache, tiny_fashion):
     assert_whole(cache, tiny_fashion)
 
 
-def test_a_part_that_is_longer_than_the_file_is_refused_and_fetched_anew_next_time(mirror, cache, tiny_fashion):
+def test_a_part_that_is_no_part_of_the_file_is_fetched_anew_the_next_time_at_the_latest(mirror, cache, tiny_fashion):
     fill(cache, {f"{FIRST}.part": tiny_fashion[FIRST] + b"rubbish"})
-    assert f"{FIRST}.part is a damaged gzip file" in refusal(mirror)
-    assert names_in(cache) == []
+    with contextlib.suppress(DataError):
+        fetch(mirror)
     fetch(mirror)
     assert_whole(cache, tiny_fashion)
 
@@ -513,10 +514,10 @@ def test_another_system_is_told_apart(fake_debian, cache, missing):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="There is no /dev/full on this machine.")
 @pytest.mark.xfail(strict=True, raises=OSError, reason="from_debian: an OSError of copyfile or replace")
-def test_a_full_disk_is_told(fake_debian, cache):
+def test_a_disk_too_full_for_the_package_is_one_more_line(fake_debian, cache):
     fill(cache, {})
     (cache / f"{FIRST}.part").symlink_to("/dev/full")
-    assert "No space left on device" in debian_refusal(cache)
+    assert "No space left on device" in refusal()
 
 
 @pytest.mark.skipif(shutil.which("apt-get") is None, reason="There is no apt-get on this machine.")

@@ -66,11 +66,13 @@ def test_an_error_names_the_rank_the_device_the_phase_and_the_users_line():
             raise ValueError("the shapes do not fit")  # the line that must be named
 
     before = threading.active_count()
-    with pytest.raises(
-        RankError, match=r"rank 2 \(cpu:2\), during forward: ValueError: the shapes do not fit"
-    ) as caught:
-        with InProcess(TORCH, FOUR) as engine:
-            engine.each("forward", users_model)
+    with (
+        pytest.raises(
+            RankError, match=r"rank 2 \(cpu:2\), during forward: ValueError: the shapes do not fit"
+        ) as caught,
+        InProcess(TORCH, FOUR) as engine,
+    ):
+        engine.each("forward", users_model)
     line = users_model.__code__.co_firstlineno + 2
     assert f"test_inprocess.py:{line})" in str(caught.value)
     assert isinstance(caught.value.__cause__, ValueError)

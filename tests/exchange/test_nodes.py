@@ -1,5 +1,6 @@
 """The fixed tree."""
 
+import itertools
 import math
 
 import pytest
@@ -71,7 +72,7 @@ def test_maximal_nodes_cover_a_range_and_cannot_be_joined(num_shards):
             nodes = maximal_nodes(range(start, stop), num_shards)
             covered = [leaf for node in nodes for leaf in range(node.first, node.first + node.num_leaves)]
             assert covered == list(range(start, stop))
-            assert not any(pair in tree_pairs for pair in zip(nodes, nodes[1:], strict=False))
+            assert not any(pair in tree_pairs for pair in itertools.pairwise(nodes))
 
 
 def test_missing_sums_complete_the_tree_in_order():

@@ -3,6 +3,7 @@
 import struct
 
 import pytest
+from matplotlib.figure import Figure
 
 from lockstep.report.events import EpochDone
 from lockstep.report.plots import draw_curve, draw_curves
@@ -50,10 +51,31 @@ def test_curves_of_different_length_are_drawn(tmp_path):
     assert size_of(tmp_path / "all.png") == (960, 600)
 
 
-def test_two_equal_runs_are_both_seen(tmp_path):
-    draw_curves({"one": history(0.5, 0.7)}, tmp_path / "one.png")
+@pytest.fixture
+def drawn(monkeypatch):
+    """The lines of every picture that is drawn."""
+    pictures, save = [], Figure.savefig
+
+    def note_and_save(figure, *args, **kwargs):
+        pictures.append(figure.axes[0].get_lines())
+        save(figure, *args, **kwargs)
+
+    monkeypatch.setattr(Figure, "savefig", note_and_save)
+    return pictures
+
+
+def test_the_curve_is_accuracy_against_epoch(tmp_path, drawn):
+    draw_curve(history(0.5, 0.7, 0.8), tmp_path / "curve.png")
+    ((line,),) = drawn
+    assert line.get_xydata().tolist() == [[1, 0.5], [2, 0.7], [3, 0.8]]
+
+
+def test_two_equal_runs_are_both_seen(tmp_path, drawn):
     draw_curves({"one": history(0.5, 0.7), "two": history(0.5, 0.7)}, tmp_path / "two.png")
-    assert (tmp_path / "one.png").read_bytes() != (tmp_path / "two.png").read_bytes()
+    ((one, two),) = drawn
+    assert one.get_xydata().tolist() == two.get_xydata().tolist() == [[1, 0.5], [2, 0.7]]
+    assert one.get_linestyle() != two.get_linestyle()
+    assert (one.get_label(), two.get_label()) == ("one", "two")
 
 
 def test_drawing_needs_no_display_and_leaves_no_figure_open(tmp_path, monkeypatch):

@@ -48,8 +48,10 @@ class Console:
                 self._step_done(event)
             case EpochDone():
                 self._epoch_done(event)
-            case RunDone():
+            case RunDone(result):
                 _end(self._progress)
+                if result.run is not None:
+                    self.note(f"recorded in {result.run} (curve.png, weights.safetensors, ...)")
 
     def note(self, sentence: str) -> None:
         """Shows a sentence."""
@@ -60,9 +62,9 @@ class Console:
         config = event.config
         self.note(
             f"{config['model']} ({event.num_parameters:,} parameters) on {config['data']} "
-            f"({event.num_train_samples:,} + {event.num_test_samples:,}), devices [{', '.join(event.devices)}], "
+            f"({event.num_train_samples:,} training and {event.num_test_samples:,} test samples)\n"
             f"batch {config['batch_size']} in {config['num_shards']} shards, lr {config['learning_rate']:g}, "
-            f"exchange {config['exchange']}"
+            f"exchange {config['exchange']}, {_kind_of(event.devices)} [{', '.join(event.devices)}]"
         )
         if not event.keeps_bits:
             self.note(f"The exchange {config['exchange']} adds in an order of its own: the bits depend on the devices.")
@@ -134,6 +136,15 @@ class FetchProgress:
             else:
                 self.out.print(f"fetching {what}", markup=False)
         self.bar.update(self._tasks[what], completed=num_bytes, total=total)  # type: ignore[arg-type]
+
+
+def _kind_of(devices: list[str]) -> str:
+    """What the devices are: a number of them means GPUs or logical CPU devices, and the user wants to know which."""
+    num_gpus = len({device for device in devices if device.startswith("cuda")})
+    if not num_gpus:
+        return f"{len(devices)} logical CPU device{'s' * (len(devices) > 1)}"
+    listed = f", listed {len(devices)} times" if num_gpus < len(devices) else ""
+    return f"{num_gpus} GPU{'s' * (num_gpus > 1)}{listed}"
 
 
 def _end(progress: Progress) -> None:

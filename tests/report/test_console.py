@@ -1,0 +1,240 @@
+"""A run on the terminal: plain lines in a log, a bar on a terminal."""
+
+import io
+import sys
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console as RichConsole
+
+from lockstep.report import console as console_module
+from lockstep.report.console import Console, FetchProgress, fetch_progress
+from lockstep.report.events import EpochDone, RunDone, StepDone
+
+ERASE_LINE, HIDE_CURSOR, SHOW_CURSOR = "\x1b[2K", "\x1b[?25l", "\x1b[?25h"
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self):
+        return True
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch):
+    """What rich looks at, whatever this machine has set."""
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "NO_COLOR", "JUPYTER_COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("LINES", "30")
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that the test moves: clock[0] is the time in seconds."""
+    now = [100.0]
+    monkeypatch.setattr(console_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+def shown(*events):
+    stream = io.StringIO()
+    with Console(stream) as console:
+        for event in events:
+            console.show(event)
+    return stream.getvalue()
+
+
+def shown_after(started, *events):
+    """The lines that come after those that a run begins with."""
+    return shown(started, *events).removeprefix(shown(started)).splitlines()
+
+
+def test_a_run_begins_with_what_is_trained_on_what(make_started):
+    head = shown(make_started())
+    for what in (
+        "lenet (63,070 parameters)",
+        "on fashion-mnist-mini",
+        "2,000",
+        "500",
+        "batch 256",
+        "8 shards",
+        "lr 0.2",
+        "sharded",
+        "[cpu:0, cpu:1]",
+    ):
+        assert what in head
+    assert head.endswith("\n")
+    assert "\x1b" not in head
+
+
+def test_a_run_in_a_log_is_a_line_for_each_epoch(make_started, make_result):
+    result = make_result()
+    assert shown_after(make_started(), StepDone(1, 1, 256), *result.history, RunDone(result)) == [
+        "epoch 1/2  loss 1.5000  test acc 0.7000  12.0 s",
+        "epoch 2/2  loss 0.5000  test acc 0.8437  12.7 s",
+    ]
+
+
+def test_a_recorded_run_ends_with_where_it_is(make_started, make_result, tmp_path):
+    (line,) = shown_after(make_started(), RunDone(make_result(run=tmp_path / "run")))
+    assert f"recorded in {tmp_path / 'run'} " in line
+
+
+def test_epochs_are_numbered_in_a_column(make_started):
+    lines = shown_after(make_started(num_epochs=10), EpochDone(9, 1.0, 1.0, 0.5), EpochDone(10, 1.0, 1.0, 0.5))
+    assert [line[:13] for line in lines] == ["epoch  9/10  ", "epoch 10/10  "]
+
+
+def test_a_line_is_never_wrapped_nor_read_as_markup(make_started, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    path = "/some/[bold]where[/bold]/" + "x" * 200 + ".npz"
+    wide = shown(make_started()).replace("fashion-mnist-mini", path)
+    assert shown(make_started(data=path)) == wide
+
+
+@pytest.mark.xfail(strict=True, reason="note: rich replaces :cat: by a picture unless emoji=False")
+def test_a_name_between_colons_is_no_picture(make_started):
+    assert "my:cat:pictures.npz" in shown(make_started(data="my:cat:pictures.npz"))
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_loss_that_is_no_number_is_said_with_what_to_do(make_started, loss):
+    _, sentence = shown_after(make_started(learning_rate=30.0), EpochDone(1, 1.0, loss, 0.1))
+    assert sentence == (
+        "The loss is no longer a number: lr 30 is too large for this model and batch. "
+        "Stop the run and try a smaller one."
+    )
+
+
+def test_a_finite_loss_is_no_reason_to_speak(make_started):
+    assert "no longer a number" not in shown(make_started(), EpochDone(1, 1.0, 1e30, 0.1))
+
+
+def test_an_exchange_that_does_not_keep_the_bits_is_said(make_started):
+    sentence = "The exchange ring adds in an order of its own: the bits depend on the devices."
+    assert shown(make_started(keeps_bits=False, exchange="ring")).splitlines()[-1] == sentence
+    assert "bits" not in shown(make_started())
+
+
+def test_within_a_long_epoch_a_log_gets_a_line_now_and_then(make_started, clock):
+    stream = io.StringIO()
+    with Console(stream) as console:
+        console.show(make_started())
+        head = stream.getvalue()
+        for step, seconds in enumerate([4.0, 4.0, 4.0, 9.0, 2.0], 1):
+            clock[0] += seconds
+            console.show(StepDone(1, step, 256))
+    assert stream.getvalue().removeprefix(head).splitlines() == [
+        "epoch 1/2: step 3, 64 samples/s, about 52 s left",
+        "epoch 1/2: step 5, 56 samples/s, about 51 s left",
+    ]
+
+
+def test_the_speed_of_an_epoch_does_not_count_the_epochs_before(make_started, clock):
+    stream = io.StringIO()
+    with Console(stream) as console:
+        console.show(make_started())
+        clock[0] += 1000.0
+        console.show(EpochDone(1, 1000.0, 1.0, 0.5))
+        clock[0] += 10.0
+        console.show(StepDone(2, 9, 250))
+    assert ": step 9, 25 samples/s," in stream.getvalue()
+
+
+# --- on a terminal
+
+
+def test_a_run_on_a_terminal_has_a_bar_which_is_gone_afterwards(make_started, make_result):
+    stream, result = Terminal(), make_result()
+    with Console(stream) as console:
+        console.show(make_started())
+        console.show(StepDone(1, 4, 256))
+        console.show(result.history[0])
+        during = stream.getvalue()
+        console.show(RunDone(result))
+    assert during.startswith(shown(make_started()))
+    assert "epoch 1/2" in during
+    assert "  0%        0 samples/s" in during
+    assert HIDE_CURSOR in during
+    assert SHOW_CURSOR not in during
+    assert "epoch 1/2  loss 1.5000  test acc 0.7000  12.0 s\n" in during
+    end = stream.getvalue()[len(during) :]
+    assert " 25%" in end
+    assert SHOW_CURSOR in end
+    assert end.endswith(ERASE_LINE)
+
+
+def test_the_bar_is_gone_after_an_error_as_well(make_started):
+    def fails(console):
+        console.show(make_started())
+        raise ZeroDivisionError
+
+    stream = Terminal()
+    with pytest.raises(ZeroDivisionError), Console(stream) as console:
+        fails(console)
+    assert SHOW_CURSOR in stream.getvalue()
+    assert stream.getvalue().endswith(ERASE_LINE)
+
+
+@pytest.mark.parametrize("make_stream", [io.StringIO, Terminal])
+def test_a_run_that_does_not_start_shows_nothing(make_stream):
+    stream = make_stream()
+    with Console(stream):
+        pass
+    assert stream.getvalue() == ""
+
+
+def test_a_note_is_a_line():
+    stream = io.StringIO()
+    with Console(stream) as console:
+        console.note("A sentence.")
+    assert stream.getvalue() == "A sentence.\n"
+
+
+def test_without_a_stream_it_is_standard_error(capsys):
+    with Console() as console:
+        console.note("A sentence.")
+    assert capsys.readouterr() == ("", "A sentence.\n")
+
+
+# --- downloads
+
+
+def test_a_download_in_a_log_is_a_line_for_each_file(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with fetch_progress() as progress:
+        for what in ("one.gz", "two.gz"):
+            for num_bytes in (10, 20, 30):
+                progress(what, num_bytes, 30)
+    assert sys.stderr.getvalue() == "fetching one.gz\nfetching two.gz\n"
+
+
+def test_without_a_download_nothing_is_shown(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with fetch_progress():
+        pass
+    assert sys.stderr.getvalue() == ""
+
+
+def test_a_download_on_a_terminal_is_a_bar_which_is_gone_afterwards(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    with fetch_progress() as progress:
+        progress("one.gz", 10, 40)
+        progress("Debian's package", 0, 0)
+    assert "fetching one.gz" in terminal.getvalue()
+    assert " 25%" in terminal.getvalue()
+    assert SHOW_CURSOR in terminal.getvalue()
+    assert terminal.getvalue().endswith(ERASE_LINE)
+
+
+def test_a_download_of_unknown_size_is_shown_too():
+    stream = io.StringIO()
+    progress = FetchProgress(RichConsole(file=stream))
+    progress("Debian's package", 0, 0)
+    progress("Debian's package", 1000, 0)
+    (task,) = progress.bar.tasks
+    assert (task.completed, task.total) == (1000, None)
+    assert stream.getvalue() == "fetching Debian's package\n"
