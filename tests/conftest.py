@@ -7,9 +7,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from hypothesis import settings
 from typer.testing import CliRunner
 
 from lockstep.cli import app
+
+settings.register_profile("lockstep", deadline=None)  # a shared machine may stop for a moment at any time
+settings.load_profile("lockstep")
 
 
 class Answer(NamedTuple):

@@ -88,3 +88,9 @@ def test_too_many_devices_are_refused_with_both_ways_out(num_shards, shards):
         check_ranks(3, num_shards)
     assert str(refused.value).startswith(f"3 devices cannot share {shards} some would never have work.")
     assert f"Use at most {num_shards} devices, or --shards 3" in str(refused.value)
+
+
+@pytest.mark.parametrize("wrong", [{"batch_size": 2.5}, {"num_epochs": "3"}, {"seed": True}, {"learning_rate": "fast"}])
+def test_a_setting_of_another_type_is_refused(wrong):
+    with pytest.raises(ConfigError, match=r"must be a (whole )?number"):
+        RunConfig(**wrong)

@@ -37,9 +37,15 @@ class RunConfig:
     out: Path | None = None  # the folder to record the run in
 
     def __post_init__(self) -> None:
+        for name in ("batch_size", "num_epochs", "num_shards", "seed"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise ConfigError(f"{name} is {value!r}. It must be a whole number.")
+        if not isinstance(self.learning_rate, (int, float)):
+            raise ConfigError(f"The learning rate is {self.learning_rate!r}. It must be a number.")
         if self.batch_size < 1:
             raise ConfigError(f"A batch of {self.batch_size} samples cannot be trained on. Use --batch-size 1 or more.")
-        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
+        if not 0 < self.learning_rate < math.inf:
             raise ConfigError(
                 f"The learning rate {self.learning_rate} does not train. Use a positive number: --lr 0.2."
             )

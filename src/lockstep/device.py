@@ -21,7 +21,7 @@ class Device(str):
     __slots__ = ()
 
     def __new__(cls, name: str) -> "Device":
-        match = re.fullmatch(r"(cpu|cuda)(?::(\d{1,4}))?", name.strip())
+        match = re.fullmatch(r"(cpu|cuda)(?::(\d{1,4}))?", str(name).strip())
         if match is None:
             raise DeviceError(f"{name!r} is not the name of a device. Write cpu:0, cpu:1, cuda:0, ...")
         return super().__new__(cls, f"{match[1]}:{int(match[2] or 0)}")

@@ -95,7 +95,6 @@ def test_a_line_is_never_wrapped_nor_read_as_markup(make_started, monkeypatch):
     assert shown(make_started(data=path)) == wide
 
 
-@pytest.mark.xfail(strict=True, reason="note: rich replaces :cat: by a picture unless emoji=False")
 def test_a_name_between_colons_is_no_picture(make_started):
     assert "my:cat:pictures.npz" in shown(make_started(data="my:cat:pictures.npz"))
 

@@ -35,7 +35,7 @@ def checked_dataset(name: str, X_train: Array, y_train: Array, X_test: Array, y_
     for part, X, y in (("train", X_train, y_train), ("test", X_test, y_test)):
         if X.dtype != np.uint8 and not np.issubdtype(X.dtype, np.floating):
             raise DataError(f"{name}: X_{part} has numbers of type {X.dtype}. Use uint8 or float32.")
-        if not np.issubdtype(y.dtype, np.integer):
+        if y.dtype.kind not in "iu":
             raise DataError(f"{name}: y_{part} has numbers of type {y.dtype}. Labels are whole numbers from 0 on.")
         if y.ndim != 1 or X.ndim < 2:
             raise DataError(
@@ -47,12 +47,20 @@ def checked_dataset(name: str, X_train: Array, y_train: Array, X_test: Array, y_
         if y.min() < 0 or y.max() > 65_535:
             raise DataError(f"{name}: the labels in y_{part} go from {y.min()} to {y.max()}. Use 0 to 65535.")
         if np.issubdtype(X.dtype, np.floating):
+            with np.errstate(over="ignore"):
+                X = X.astype(np.float32)
             if not np.isfinite(X).all():
-                raise DataError(f"{name}: X_{part} holds NaN or infinite numbers. Remove them first.")
-            X = np.array(X, np.float32)
+                raise DataError(
+                    f"{name}: X_{part} holds NaN, or numbers that are infinite in float32. Remove them first."
+                )
         X = X[:, None] if X.ndim == 3 else X
         parts += [np.ascontiguousarray(X), y.astype(np.int64)]
     X_train, y_train, X_test, y_test = parts
+    if X_train.dtype != X_test.dtype:
+        raise DataError(
+            f"{name}: X_train holds {X_train.dtype} and X_test {X_test.dtype}: bytes are divided by 255, floats not. "
+            f"Make them the same."
+        )
     if X_train.shape[1:] != X_test.shape[1:]:
         raise DataError(
             f"{name}: a training sample has shape {X_train.shape[1:]} and a test sample {X_test.shape[1:]}. "

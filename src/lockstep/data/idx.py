@@ -54,6 +54,8 @@ def parse_idx(content: bytes, num_dims: int, name: str) -> Array:
             f"{name} announces {' x '.join(map(str, shape))} = {math.prod(shape)} bytes and holds "
             f"{len(content) - header}. It is {what}."
         )
+    if math.prod(max(size, 1) for size in shape) > MAX_BYTES:  # numpy cannot make 0 x 2**32 x 2**32 either
+        raise DataError(f"{name} announces {' x '.join(map(str, shape))} bytes, which no data set of this kind has.")
     return np.frombuffer(bytearray(content), np.uint8, offset=header).reshape(shape)
 
 

@@ -9,6 +9,7 @@
 Whatever the source, a file enters the cache only after its unpacked bytes have been verified.
 """
 
+import http.client
 import os
 import shutil
 import subprocess
@@ -72,7 +73,7 @@ def find_or_fetch(
         try:
             fetch(cache, progress)
             return cache
-        except DataError as problem:
+        except (DataError, OSError) as problem:
             tried.append(f"{name}: {problem}")
     raise DataError(
         "Fashion-MNIST could not be found or fetched. Tried:\n"
@@ -91,11 +92,22 @@ def from_mirror(url: str, cache: Path, progress: Progress = no_progress) -> None
     for file in FILES:
         if find_in(cache, file) is None:
             part = _writable(cache) / f"{file.name}.gz.part"
+            goes_on = part.exists()
             try:
-                download(f"{url}/{file.name}.gz", part, progress)
-            except (OSError, urllib.error.URLError) as problem:
-                raise DataError(_reason(problem)) from problem
-            _accept(part, file, cache)
+                _download_and_accept(url, file, part, cache, progress)
+            except DataError:
+                if not goes_on or part.exists():
+                    raise
+                # the part was no part of this mirror's .gz, and is gone: from the beginning
+                _download_and_accept(url, file, part, cache, progress)
+
+
+def _download_and_accept(url: str, file: IdxFile, part: Path, cache: Path, progress: Progress) -> None:
+    try:
+        download(f"{url}/{file.name}.gz", part, progress)
+    except (OSError, http.client.HTTPException, ValueError) as problem:
+        raise DataError(_reason(problem)) from problem
+    _accept(part, file, cache)
 
 
 def download(url: str, part: Path, progress: Progress = no_progress) -> None:
@@ -123,8 +135,9 @@ def download(url: str, part: Path, progress: Progress = no_progress) -> None:
 
 def from_debian(cache: Path, progress: Progress = no_progress) -> None:
     """Fetches Debian's package and takes the files out of it. Nothing is installed, and no rights are needed."""
-    if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
-        raise DataError("no apt-get on this machine")
+    for program in ("apt-get", "dpkg-deb"):
+        if shutil.which(program) is None:
+            raise DataError(f"no {program} on this machine")
     progress(f"Debian's {DEBIAN_PACKAGE}", 0, 0)
     with tempfile.TemporaryDirectory(prefix="lockstep-apt-") as name:
         work = Path(name)
@@ -159,6 +172,7 @@ def _run(command: list[str], folder: Path) -> None:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=APT_TIMEOUT_SECONDS,
             check=False,
         )
@@ -174,7 +188,7 @@ def _accept(part: Path, file: IdxFile, cache: Path) -> None:
     try:
         read_verified(part, file)
     except DataError:
-        part.unlink()
+        part.unlink(missing_ok=True)
         raise
     part.replace(cache / part.name.removesuffix(".part"))
 

@@ -55,7 +55,7 @@ class Console:
 
     def note(self, sentence: str) -> None:
         """Shows a sentence."""
-        self._out.print(sentence, markup=False)
+        self._out.print(sentence, markup=False, emoji=False)
 
     def _run_started(self, event: RunStarted) -> None:
         self._started = event

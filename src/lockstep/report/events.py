@@ -1,6 +1,6 @@
 """What training says while it works: records. Reporting decides how they look."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,9 @@ class Result:
 
     def summary(self) -> dict[str, Any]:
         """The result as plain values, without the parameters."""
-        return {name: value for name, value in asdict(self).items() if name != "params"}
+        plain = asdict(replace(self, params={}))  # asdict copies what it finds: not the weights
+        del plain["params"]
+        return plain
 
     def lines(self) -> str:
         """The two lines that a run ends with, in the text's own form."""

@@ -65,21 +65,28 @@ class RunLog:
 
 def check_new_folder(folder: Path) -> None:
     """Refuses a folder that has something in it, or cannot be one."""
+    try:
+        folder.is_dir()
+    except OSError as problem:
+        raise ConfigError(f"{folder} cannot be made: {problem.strerror}. Choose another --out.") from problem
     if folder.is_dir() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty: a run is never written over. Choose another --out, or remove it.")
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file. Choose another --out.")
     parent = next(p for p in folder.absolute().parents if p.exists())
-    if not os.access(folder if folder.exists() else parent, os.W_OK):
-        raise ConfigError(f"{folder} cannot be made: {parent} is not writable. Choose another --out.")
+    if not parent.is_dir():
+        raise ConfigError(f"{folder} cannot be made: {parent} is a file. Choose another --out.")
+    deepest = folder if folder.exists() else parent
+    if not os.access(deepest, os.W_OK):
+        raise ConfigError(f"{folder} cannot be used: {deepest} is not writable. Choose another --out.")
 
 
 def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, Array]]:
     """The settings and the weights of a finished run. The files are treated as anybody's."""
     config_file, weights_file = folder / "config.json", folder / "weights.safetensors"
-    if not config_file.is_file():
+    if not os.path.isfile(config_file):
         raise ConfigError(f"{folder} is not a run: it has no config.json.")
-    if not weights_file.is_file():
+    if not os.path.isfile(weights_file):
         raise ConfigError(f"{folder} is a run that has not finished: it has no weights.safetensors.")
     try:
         with config_file.open("rb") as file:
@@ -90,7 +97,7 @@ def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, Array]]:
         raise ConfigError(f"{config_file} does not hold the settings of a run.")
     try:
         weights = load_file(weights_file)
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as problem:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as problem:
         raise ConfigError(f"{weights_file} is damaged: {problem}.") from problem
     return config, weights
 
