@@ -22,6 +22,7 @@ bench: $(READY)  ## One device against two, interleaved; writes benchmarks/resul
 # The environment is made without pip inside and filled from outside: Debian's python3 has no ensurepip.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Lockstep needs Python 3.11 or newer; $(PYTHON) is " + sys.version.split()[0] + ". Name another: make PYTHON=python3.12 ...")'
+	@echo "Setting up $(VENV) (once; about a minute, most of it PyTorch)"
 	$(PYTHON) -m venv --without-pip $(VENV)
 	$(PYTHON) -m pip --disable-pip-version-check --python $(BIN)/python install --quiet -c constraints.txt -e '.[torch,dev]'
 	@touch $(READY)

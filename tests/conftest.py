@@ -1,16 +1,17 @@
 """What several tests use: a tiny data set, and the command line without a new process."""
 
+import io
 import json
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from hypothesis import settings
-from typer.testing import CliRunner
 
-from lockstep.cli import app
+from lockstep.cli import main
 
 settings.register_profile("lockstep", deadline=None)  # a shared machine may stop for a moment at any time
 settings.load_profile("lockstep")
@@ -34,26 +35,36 @@ def lockstep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., A
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: object) -> Answer:
-        result = CliRunner().invoke(app, [str(argument) for argument in arguments], prog_name="lockstep")
-        if result.exception is not None and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        return Answer(result.exit_code, result.stdout, result.stderr)
+        out, err = io.StringIO(), io.StringIO()
+        with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as left:
+            main([str(argument) for argument in arguments])
+        return Answer(left.value.code or 0, out.getvalue(), err.getvalue())
 
     return run
 
 
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data set of 70 training and 30 test images, as a .npz file: one image of each class, with noise."""
+def write_npz(path: Path, num_train: int, num_test: int) -> Path:
+    """A data set with one image for each class, and noise."""
     random = np.random.RandomState(1)
-    y_train, y_test = np.arange(70) % 10, np.arange(30) % 10
+    y_train, y_test = np.arange(num_train) % 10, np.arange(num_test) % 10
     prototypes = random.randint(0, 200, (10, 28, 28))
-    path = tmp_path_factory.mktemp("data") / "tiny.npz"
     np.savez(
         path,
-        X_train=(prototypes[y_train] + random.randint(0, 56, (70, 28, 28))).astype(np.uint8),
+        X_train=(prototypes[y_train] + random.randint(0, 56, (num_train, 28, 28))).astype(np.uint8),
         y_train=y_train,
-        X_test=(prototypes[y_test] + random.randint(0, 56, (30, 28, 28))).astype(np.uint8),
+        X_test=(prototypes[y_test] + random.randint(0, 56, (num_test, 28, 28))).astype(np.uint8),
         y_test=y_test,
     )
     return path
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data set of 260 training and 30 test images, as a .npz file: a batch of 256 and a short one."""
+    return write_npz(tmp_path_factory.mktemp("data") / "tiny.npz", 260, 30)
+
+
+@pytest.fixture(scope="session")
+def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data set of 24 training and 10 test images, for batches of a few samples."""
+    return write_npz(tmp_path_factory.mktemp("data") / "few.npz", 24, 10)

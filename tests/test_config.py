@@ -90,7 +90,7 @@ def test_too_many_devices_are_refused_with_both_ways_out(num_shards, shards):
     assert f"Use at most {num_shards} devices, or --shards 3" in str(refused.value)
 
 
-@pytest.mark.parametrize("wrong", [{"batch_size": 2.5}, {"num_epochs": "3"}, {"seed": True}, {"learning_rate": "fast"}])
+@pytest.mark.parametrize("wrong", [{"batch_size": 2.5}, {"num_epochs": "3"}, {"seed": None}, {"learning_rate": "fast"}])
 def test_a_setting_of_another_type_is_refused(wrong):
     with pytest.raises(ConfigError, match=r"must be a (whole )?number"):
         RunConfig(**wrong)

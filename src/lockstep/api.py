@@ -10,12 +10,12 @@ What is wrong in one or another edition of the text is mended here:
 from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep.backends import Tensor, backend_of, devices_for, load_backend
+from lockstep.backends import Backend, Tensor, backend_of, devices_for, load_backend, places_for
 from lockstep.config import RunConfig, check_ranks
 from lockstep.device import Device
 from lockstep.engines import Batch, InProcess
 from lockstep.engines.rank import cut_into_chunks, take_part, total_of
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, RunError
 from lockstep.evaluate import num_correct
 from lockstep.exchange import schedule_for
 from lockstep.exchange.nodes import Node
@@ -24,7 +24,7 @@ from lockstep.models import Forward, cross_entropy_sum
 from lockstep.models.lenet import init_lenet, lenet
 from lockstep.report.events import Result
 from lockstep.run import run
-from lockstep.split.batch import part_sizes
+from lockstep.split.batch import part_ranges
 from lockstep.steps import train_step
 from lockstep.update import Sgd
 
@@ -75,7 +75,8 @@ def get_params(params: Sequence[Tensor], device: str) -> list[Tensor]:
     if not params:
         raise ConfigError("get_params got no parameters. Give it a list of tensors.")
     backend = backend_of(params[0])
-    return [backend.with_gradient(backend.copy_to(param, Device(device))) for param in params]
+    (place,) = places_for(backend, [device])
+    return [backend.with_gradient(backend.copy_to(param, place)) for param in params]
 
 
 def allreduce(data: list[Tensor], exchange: str = "sharded") -> list[Tensor]:
@@ -117,14 +118,11 @@ def split_batch(X: Tensor, y: Tensor, devices: Sequence[str]) -> tuple[list[Tens
     [tensor([0, 1, 2]), tensor([3, 4])]
     """
     _check_pairs(X, y)
-    if not devices:
-        raise ConfigError("split_batch got no devices. Give it a list like ['cpu:0', 'cpu:1'].")
     backend = backend_of(X)
-    X_parts, y_parts, start = [], [], 0
-    for size, name in zip(part_sizes(len(X), len(devices)), devices, strict=True):
-        X_parts.append(backend.copy_to(X[start : start + size], Device(name)))
-        y_parts.append(backend.copy_to(y[start : start + size], Device(name)))
-        start += size
+    places = places_for(backend, devices)
+    parts = list(zip(part_ranges(len(X), len(devices)), places, strict=True))
+    X_parts = [backend.copy_to(X[part.start : part.stop], place) for part, place in parts]
+    y_parts = [backend.copy_to(y[part.start : part.stop], place) for part, place in parts]
     return X_parts, y_parts
 
 
@@ -141,7 +139,8 @@ def train_batch(
 ) -> list[list[Tensor]]:
     """One update of every device's parameters on the whole batch; the same bits for any number of devices.
 
-    Changes `device_params` (one list of parameters for each device) and gives it back.
+    Changes `device_params` (one list of parameters for each device) and gives it back. `net` is any function of
+    (X, params) that gives class scores and draws no random numbers.
 
     >>> import torch
     >>> params = [torch.from_numpy(array) for array in init_lenet(seed=0).values()]
@@ -153,20 +152,27 @@ def train_batch(
     True
     """
     _check_pairs(X, y)
-    places = _check_replicas(device_params, devices)
+    backend = backend_of(X)
+    places = _check_replicas(backend, device_params, devices)
     rule = Sgd(RunConfig(learning_rate=lr, num_shards=num_shards).learning_rate)  # checked
     check_ranks(len(places), num_shards)
-    backend = backend_of(X)
     layout = _layout(device_params[0])
+    drawn = backend.random_state()
     with InProcess(backend, places, exchange) as engine:
-        replicas = engine.each(
-            "replicate", lambda rank, device, params: backend.flatten(layout, params, device), device_params
-        )
-        replicas, _ = train_step(
-            engine, cross_entropy_sum(net), layout, replicas, _batch(X, y, places), num_shards, rule
-        )
-        for params, flat in zip(device_params, replicas, strict=True):
-            params[:] = [backend.assign(p, new) for p, new in zip(params, backend.unflatten(layout, flat), strict=True)]
+        replicas = _replicas(engine, layout, device_params)
+        batch = _batch(X, y, places)
+        replicas, _ = train_step(engine, cross_entropy_sum(net), layout, replicas, batch, num_shards, rule)
+        if backend.random_state() != drawn:
+            raise RunError(
+                "The model drew random numbers (dropout?): their order would depend on the devices, and so would the "
+                "weights. Leave them out; the parameters are as they were."
+            )
+
+        def write_back(rank: int, device: Device, params: list[Tensor], flat: Tensor) -> None:
+            updated = backend.unflatten(layout, flat)
+            params[:] = [backend.assign(param, new) for param, new in zip(params, updated, strict=True)]
+
+        engine.each("update", write_back, device_params, replicas)
     return device_params
 
 
@@ -183,12 +189,11 @@ def evaluate_accuracy(
     True
     """
     _check_pairs(X, y)
-    places = _check_replicas(device_params, devices)
-    backend, layout = backend_of(X), _layout(device_params[0])
+    backend = backend_of(X)
+    places = _check_replicas(backend, device_params, devices)
+    layout = _layout(device_params[0])
     with InProcess(backend, places) as engine:
-        replicas = engine.each(
-            "replicate", lambda rank, device, params: backend.flatten(layout, params, device), device_params
-        )
+        replicas = _replicas(engine, layout, device_params)
         return num_correct(engine, net, layout, replicas, _batch(X, y, places)) / len(X)
 
 
@@ -246,13 +251,25 @@ def _check_pairs(X: Tensor, y: Tensor) -> None:
         raise ConfigError("The batch is empty. Give it one sample or more.")
 
 
-def _check_replicas(device_params: list[list[Tensor]], devices: Sequence[str]) -> list[Device]:
-    if not devices or len(device_params) != len(devices):
+def _check_replicas(backend: Backend, device_params: list[list[Tensor]], devices: Sequence[str]) -> list[Device]:
+    if len(device_params) != len(devices):
         raise ConfigError(
             f"{len(device_params)} lists of parameters for {len(devices)} devices. Give one for each device: "
             f"[get_params(params, device) for device in devices]."
         )
-    return [Device(name) for name in devices]
+    for number, param in enumerate(param for params in device_params for param in params):
+        if not str(param.dtype).endswith("float32"):
+            raise ConfigError(
+                f"Parameter {number} holds {param.dtype}. Lockstep trains float32 parameters: convert it."
+            )
+    return places_for(backend, devices)
+
+
+def _replicas(engine: InProcess, layout: Layout, device_params: list[list[Tensor]]) -> list[Tensor]:
+    def flatten(rank: int, device: Device, params: list[Tensor]) -> Tensor:
+        return engine.backend.flatten(layout, params, device)
+
+    return engine.each("replicate", flatten, device_params)
 
 
 def _layout(params: list[Tensor]) -> Layout:

@@ -1,12 +1,13 @@
 """The settings of a run: one frozen record, checked in one place. Deeper code trusts it."""
 
 import math
+import operator
 from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.errors import ConfigError
 
-MAX_SHARDS = 4096
+MAX_SHARDS = 4096  # a shard is a forward and backward pass of its own: more would only be slow
 MAX_SEED = 2**32 - 1
 
 
@@ -18,7 +19,7 @@ class RunConfig:
 
     >>> RunConfig(batch_size=0)
     Traceback (most recent call last):
-    lockstep.errors.ConfigError: A batch of 0 samples cannot be trained on. Use --batch-size 1 or more.
+    lockstep.errors.ConfigError: A batch of 0 samples cannot be trained on. Use 1 or more (--batch-size).
     """
 
     model: str = "lenet"
@@ -38,23 +39,32 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "num_epochs", "num_shards", "seed"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise ConfigError(f"{name} is {value!r}. It must be a whole number.")
-        if not isinstance(self.learning_rate, (int, float)):
-            raise ConfigError(f"The learning rate is {self.learning_rate!r}. It must be a number.")
+            try:
+                object.__setattr__(self, name, operator.index(getattr(self, name)))  # numpy's whole numbers too
+            except TypeError:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}. It must be a whole number.") from None
+        try:
+            object.__setattr__(self, "learning_rate", float(self.learning_rate))
+        except (TypeError, ValueError, OverflowError):
+            raise ConfigError(f"The learning rate is {self.learning_rate!r}. It must be a number.") from None
+        if self.data.endswith(".npz"):  # a run's record must mean the same file from any folder
+            object.__setattr__(self, "data", str(Path(self.data).absolute()))
+        if self.data_dir is not None:
+            object.__setattr__(self, "data_dir", Path(self.data_dir).absolute())
         if self.batch_size < 1:
-            raise ConfigError(f"A batch of {self.batch_size} samples cannot be trained on. Use --batch-size 1 or more.")
+            raise ConfigError(
+                f"A batch of {self.batch_size} samples cannot be trained on. Use 1 or more (--batch-size)."
+            )
         if not 0 < self.learning_rate < math.inf:
             raise ConfigError(
-                f"The learning rate {self.learning_rate} does not train. Use a positive number: --lr 0.2."
+                f"The learning rate {self.learning_rate} does not train. Use a positive number, like 0.2 (--lr)."
             )
         if self.num_epochs < 1:
-            raise ConfigError(f"{self.num_epochs} epochs leave nothing to do. Use --epochs 1 or more.")
+            raise ConfigError(f"{self.num_epochs} epochs leave nothing to do. Use 1 or more (--epochs).")
         if not 1 <= self.num_shards <= MAX_SHARDS:
-            raise ConfigError(f"A batch cannot be cut into {self.num_shards} shards. Use --shards 1 to {MAX_SHARDS}.")
+            raise ConfigError(f"A batch cannot be cut into {self.num_shards} shards. Use 1 to {MAX_SHARDS} (--shards).")
         if not 0 <= self.seed <= MAX_SEED:
-            raise ConfigError(f"The seed {self.seed} is out of range. Use --seed 0 to {MAX_SEED}.")
+            raise ConfigError(f"The seed {self.seed} is out of range. Use 0 to {MAX_SEED} (--seed).")
 
 
 def check_ranks(num_ranks: int, num_shards: int) -> None:
@@ -62,5 +72,14 @@ def check_ranks(num_ranks: int, num_shards: int) -> None:
     if num_ranks > num_shards:
         raise ConfigError(
             f"{num_ranks} devices cannot share {num_shards} shard{'s' * (num_shards > 1)}: some would never have work. "
-            f"Use at most {num_shards} devices, or --shards {num_ranks} (which makes it another run, with other bits)."
+            f"Use at most {num_shards} devices, or {num_ranks} shards (--shards; another run, with other bits)."
+        )
+
+
+def check_batch(batch_size: int, num_samples: int, data: str) -> None:
+    """Refuses a batch that is larger than the data: every epoch would be one update on all of it."""
+    if batch_size > num_samples:
+        raise ConfigError(
+            f"A batch of {batch_size} samples is larger than {data}, which has {num_samples} for training. "
+            f"Use at most {num_samples} (--batch-size)."
         )

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 from lockstep.errors import DeviceError
 
+MAX_DEVICES = 4096
+
 
 class Device(str):
     """The name of a device. A plain string to every framework; shown without quotes, as in the text.
@@ -62,16 +64,25 @@ def choose_devices(wanted: int | str | list[str], gpus: list[Device]) -> list[De
     """
     if isinstance(wanted, str):
         wanted = int(wanted) if re.fullmatch(r"\s*[+-]?\d{1,9}\s*", wanted) else wanted.split(",")
+    if not isinstance(wanted, (int, list)):
+        raise DeviceError(f"{wanted!r} is neither a number of devices nor a list like cpu:0,cpu:1.")
     if isinstance(wanted, int):
-        if not 1 <= wanted <= 4096:
-            raise DeviceError(f"{wanted} devices: give a number from 1 to 4096, or a list like cpu:0,cpu:1.")
+        if not 1 <= wanted <= MAX_DEVICES:
+            raise DeviceError(f"{wanted} devices: give a number from 1 to {MAX_DEVICES}, or a list like cpu:0,cpu:1.")
         return gpus[:wanted] if len(gpus) >= wanted else [Device(f"cpu:{i}") for i in range(wanted)]
     devices = [Device(name) for name in wanted]
-    _check(devices, gpus)
+    check_devices(devices, gpus)
+    for device in devices:
+        if device.kind == "cpu" and devices.count(device) > 1:
+            raise DeviceError(
+                f"{device} is listed {devices.count(device)} times. Number logical CPU devices apart: "
+                f"{','.join(f'cpu:{i}' for i in range(len(devices)))}."
+            )
     return devices
 
 
-def _check(devices: list[Device], gpus: list[Device]) -> None:
+def check_devices(devices: list[Device], gpus: list[Device]) -> None:
+    """Refuses devices that this machine does not have, and devices of two kinds in one list."""
     if not devices:
         raise DeviceError("The list of devices is empty. Give a number, or a list like cpu:0,cpu:1.")
     if len({device.kind for device in devices}) > 1:
@@ -83,8 +94,3 @@ def _check(devices: list[Device], gpus: list[Device]) -> None:
         if device.kind == "cuda" and device not in gpus:
             has = f"this machine has {', '.join(gpus)}" if gpus else "no GPU is visible on this machine"
             raise DeviceError(f"There is no {device}: {has}. Use logical CPU devices: cpu:0,cpu:1.")
-        if device.kind == "cpu" and devices.count(device) > 1:
-            raise DeviceError(
-                f"{device} is listed {devices.count(device)} times. Number logical CPU devices apart: "
-                f"{','.join(f'cpu:{i}' for i in range(len(devices)))}."
-            )

@@ -6,19 +6,22 @@ from collections.abc import Generator
 from dataclasses import asdict
 from typing import NamedTuple
 
-from lockstep.backends import Backend, Tensor, devices_for, load_backend
-from lockstep.config import RunConfig, check_ranks
+import numpy as np
+
+from lockstep.backends import Backend, devices_for, load_backend
+from lockstep.config import RunConfig, check_batch, check_ranks
 from lockstep.data import Dataset, load_dataset
 from lockstep.data.order import sample_order
 from lockstep.data.sources import Progress, no_progress
 from lockstep.device import Device
 from lockstep.engines import ENGINES, Engine
+from lockstep.errors import RunError
 from lockstep.evaluate import num_correct
 from lockstep.exchange import EXCHANGES, KEEPS_THE_TREE
-from lockstep.layout import layout_of, sha256_of
+from lockstep.layout import Array, layout_of, sha256_of
 from lockstep.models import MODELS, Model, cross_entropy_sum
 from lockstep.registry import pick
-from lockstep.report.events import EpochDone, Event, Result, RunDone, RunStarted, StepDone
+from lockstep.report.events import EpochDone, Event, Result, RunDone, RunStarted, RunStopped, StepDone
 from lockstep.samples import Samples
 from lockstep.steps import train_step
 from lockstep.update import Sgd
@@ -43,6 +46,7 @@ def prepare(config: RunConfig, progress: Progress = no_progress) -> Prepared:
     devices = devices_for(backend, config.devices, at_most=config.num_shards)
     check_ranks(len(devices), config.num_shards)
     data = load_dataset(config.data, config.data_dir, progress)
+    check_batch(config.batch_size, len(data.X_train), data.name)
     model.check(data)
     return Prepared(backend, engine, devices, model, data)
 
@@ -55,6 +59,7 @@ def train(config: RunConfig, prepared: Prepared) -> Generator[Event, None, None]
     loss_sum, rule = cross_entropy_sum(model.forward), Sgd(config.learning_rate)
     num_train, num_test = len(data.X_train), len(data.X_test)
     history: list[EpochDone] = []
+    params: dict[str, Array] = {}  # after the last finished epoch
     step = 0
 
     with engine_type(backend, devices, config.exchange) as engine:
@@ -63,6 +68,7 @@ def train(config: RunConfig, prepared: Prepared) -> Generator[Event, None, None]
         test_set = Samples(engine, data.X_test, data.y_test)
         yield RunStarted(
             config=asdict(config),
+            data_sha256=data.sha256,
             devices=[str(device) for device in devices],
             num_train_samples=num_train,
             num_test_samples=num_test,
@@ -70,28 +76,32 @@ def train(config: RunConfig, prepared: Prepared) -> Generator[Event, None, None]
             steps_per_epoch=math.ceil(num_train / config.batch_size),
             keeps_bits=config.exchange in KEEPS_THE_TREE,
         )
-        for epoch in range(config.num_epochs):
+        for epoch in range(1, config.num_epochs + 1):
             began = time.perf_counter()
-            losses: list[list[Tensor]] = [[] for _ in engine.local_ranks]
-            order = engine.place(sample_order(config.seed, epoch, num_train))
+            losses: list[float] = []
+            order = engine.place(sample_order(config.seed, epoch - 1, num_train))
             for start in range(0, num_train, config.batch_size):
                 batch = train_set.batch(order, start, min(start + config.batch_size, num_train))
-                replicas, step_losses = train_step(engine, loss_sum, layout, replicas, batch, config.num_shards, rule)
-                for own, new in zip(losses, step_losses, strict=True):
-                    own.extend(new)
+                replicas, own_losses = train_step(engine, loss_sum, layout, replicas, batch, config.num_shards, rule)
+                losses += [loss for of_rank in engine.gather(own_losses) for loss in of_rank]
                 step += 1
-                yield StepDone(epoch + 1, step, batch.num_samples)
+                if not all(map(math.isfinite, losses[-config.num_shards :])):
+                    yield from _stop(config, epoch, step, "the loss is no longer a number", history, params)
+                yield StepDone(epoch, step, batch.num_samples)
             seconds = time.perf_counter() - began
+            flat = backend.to_numpy(replicas[0])
+            if not np.isfinite(flat).all():
+                yield from _stop(config, epoch, step, "a weight is no longer a number", history, params)
+            params = dict(zip(layout.names, layout.unflatten(flat), strict=True))
             history.append(
                 EpochDone(
-                    epoch=epoch + 1,
+                    epoch=epoch,
                     seconds=seconds,
-                    train_loss=exact_sum(engine, losses) / num_train,
+                    train_loss=math.fsum(losses) / num_train,  # rounded once, at the end: the order does not matter
                     test_accuracy=num_correct(engine, model.forward, layout, replicas, test_set.all()) / num_test,
                 )
             )
             yield history[-1]
-        params = layout.unflatten(backend.to_numpy(replicas[0]))
 
     seconds_per_epoch = sum(done.seconds for done in history) / len(history)
     yield RunDone(
@@ -101,15 +111,22 @@ def train(config: RunConfig, prepared: Prepared) -> Generator[Event, None, None]
             samples_per_second=num_train / seconds_per_epoch,
             devices=[str(device) for device in devices],
             steps=step,
-            weights_sha256=sha256_of(params),
+            weights_sha256=sha256_of(list(params.values())),
             history=history,
             run=config.out,
-            params=dict(zip(layout.names, params, strict=True)),
+            params=params,
         )
     )
 
 
-def exact_sum(engine: Engine, losses: list[list[Tensor]]) -> float:
-    """The sum of all shards' losses. `fsum` rounds once, at the end: the order does not matter."""
-    plain = engine.each("loss", lambda rank, device, own: [float(loss) for loss in own], losses)
-    return math.fsum(loss for own in engine.gather(plain) for loss in own)
+def _stop(
+    config: RunConfig, epoch: int, step: int, what: str, history: list[EpochDone], params: dict[str, Array]
+) -> Generator[Event, None, None]:
+    """Hands out what there is, then ends the run with a sentence."""
+    reason = f"epoch {epoch}, step {step}: {what}. The learning rate {config.learning_rate:g} is likely too large"
+    yield RunStopped(epoch, step, reason, history, params)
+    kept = ""
+    if config.out is not None:
+        has = f" and the weights after epoch {len(history)}" if history else ""
+        kept = f" The metrics{has} are in {config.out}."
+    raise RunError(f"{reason}; try a smaller one.{kept}")

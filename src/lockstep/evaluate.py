@@ -15,7 +15,7 @@ from lockstep.data import load_dataset
 from lockstep.data.sources import Progress, no_progress
 from lockstep.device import Device
 from lockstep.engines import Batch, Engine, InProcess
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, DataError
 from lockstep.layout import Array, Layout, layout_of, sha256_of
 from lockstep.models import MODELS, Forward, Model
 from lockstep.registry import pick
@@ -81,6 +81,8 @@ def evaluate_run(
     if data_dir is None and isinstance(settings.get("data_dir"), str):
         data_dir = Path(settings["data_dir"])
     data = load_dataset(_recorded(settings, "data", folder), data_dir, progress)
+    if settings.get("data_sha256", data.sha256) != data.sha256:
+        raise DataError(f"{data.name} is not the data that the run in {folder} was trained on: its bytes are others.")
     model.check(data)
     with InProcess(backend, places) as engine:
         replicas = engine.replicate(layout.flatten(list(params.values())))

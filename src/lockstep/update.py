@@ -1,7 +1,7 @@
 """What the mean gradient does to the parameters.
 
-Written with plain operators, one rounding each, so that every framework, layout and chunking gives the same numbers: a
-fused multiply-add would round differently in the vectorised part and in the tail of a vector.
+Written with plain operators, one rounding each, so that it does not matter whether a vector is updated whole or in
+parts: a fused multiply-add may round differently in the vectorised part of a loop and in its tail.
 """
 
 from dataclasses import dataclass

@@ -29,10 +29,12 @@ def known():
     return {}
 
 
-# A choice from the grid of devices x exchanges x batch sizes; tests/steps has the whole of it on fewer samples.
+# A choice from the grid of devices x exchanges x batch sizes; tests/steps has all of it on fewer samples, and
+# benchmarks/matrix.py runs all of it on these.
 CASES = [(k, "sharded", 256) for k in range(1, 9)]
 CASES += [(k, exchange, 256) for exchange in ("gather", "tree") for k in (2, 5, 8)]
-CASES += [("cpu:0,cpu:1", "sharded", 256), (1, "sharded", 100), (3, "tree", 100), (8, "sharded", 100)]
+CASES += [("cpu:0,cpu:1", "sharded", 256), (1, "sharded", 100), (3, "tree", 100), (8, "gather", 100)]
+CASES += [(1, "sharded", 7), (3, "gather", 7), (8, "tree", 7), (1, "sharded", 1), (6, "tree", 1)]
 
 
 @pytest.mark.parametrize(("devices", "exchange", "batch_size"), CASES)
@@ -93,6 +95,10 @@ IMPOSSIBLE = {
     "--devices cpu:0,cuda:0": "mixes CPU and GPU",
     "--devices tpu": "'tpu' is not the name of a device",
     "--batch-size 0": "A batch of 0 samples",
+    "--batch-size 2001": "A batch of 2001 samples is larger than fashion-mnist-mini, which has 2000",
+    "--batch-size many": "Invalid value for '--batch-size'",
+    "--lrate 0.1": "No such option: --lrate",
+    "--data-dir nowhere --data fashion-mnist": "There is no folder",
     "--lr 0": "The learning rate 0.0",
     "--lr nan": "The learning rate nan",
     "--epochs 0": "0 epochs",
@@ -118,10 +124,13 @@ def test_the_impossible_is_refused_in_one_line_before_anything_is_written(lockst
     assert os.listdir(tmp_path) == []
 
 
-def test_an_unknown_option_is_status_2(lockstep):
-    answer = lockstep("train", "--lrate", 0.1)
-    assert answer.status == 2
-    assert "--lrate" in answer.err
+def test_a_value_that_is_no_number_is_shown(lockstep):
+    for arguments in (["--lr", "abc"], ["--lr=abc"]):
+        answer = lockstep("train", *arguments)
+        assert answer.status == 2
+        assert "'--lr'" in answer.err
+        assert "'abc'. See lockstep train --help." in answer.err
+        assert answer.err.count("\n") == 1
 
 
 def test_a_run_is_never_written_over(lockstep, tiny):
@@ -133,23 +142,47 @@ def test_a_run_is_never_written_over(lockstep, tiny):
 
 
 def test_data_of_another_shape_is_refused(lockstep, tmp_path):
-    X, y = np.zeros((4, 32, 32), np.uint8), np.zeros(4, int)
+    X, y = np.zeros((300, 32, 32), np.uint8), np.zeros(300, int)
     np.savez(tmp_path / "large.npz", X_train=X, y_train=y, X_test=X, y_test=y)
     answer = lockstep("train", "--data", "large.npz")
     assert answer.status == 2
-    assert "lenet takes samples of shape 1x28x28, and those of large.npz have 1x32x32" in answer.err
-    X, y = np.zeros((4, 28, 28), np.uint8), np.arange(8, 12)
+    assert "lenet takes samples of shape 1x28x28, and those of" in answer.err
+    X, y = np.zeros((300, 28, 28), np.uint8), np.arange(300) % 12
     np.savez(tmp_path / "labels.npz", X_train=X, y_train=y, X_test=X, y_test=y)
     answer = lockstep("train", "--data", "labels.npz")
     assert answer.status == 2
-    assert "tells 10 classes apart, and labels.npz has labels up to 11" in answer.err
+    assert "labels.npz has labels up to 11" in answer.err
 
 
-def test_a_run_that_diverges_says_so(lockstep, tiny):
-    answer = lockstep("train", "--data", tiny, "--devices", 1, "--epochs", 6, "--lr", 1e30, "--json", "--batch-size", 7)
-    assert answer.status == 0
-    assert "The loss is no longer a number" in answer.err
-    assert answer.json["history"][-1]["train_loss"] is None
+def test_a_loss_that_is_no_longer_a_number_stops_the_run_and_keeps_what_there_is(lockstep, tiny, tmp_path):
+    answer = lockstep("train", "--data", tiny, "--devices", 2, "--lr", 1e30, "--batch-size", 100, "--out", "run")
+    assert answer.status == 1
+    assert answer.out == ""
+    assert re.search(r"lockstep: epoch 1, step \d: the loss is no longer a number\. .*too large", answer.err)
+    assert "The metrics are in run." in answer.err
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["event"] == "stopped"
+    assert lines[-1]["epoch"] == 1
+    assert not (tmp_path / "run" / "result.json").exists()
+
+
+def test_what_was_finished_before_the_loss_went_wrong_is_kept(lockstep, tiny, tmp_path, monkeypatch):
+    from lockstep.backends import load_backend
+
+    torch, calls = load_backend("torch"), iter(range(10**6))
+    real = torch.value_and_grad
+
+    def spoilt(*arguments):
+        loss, gradient = real(*arguments)
+        return (loss * float("nan") if next(calls) >= 5 * 8 else loss), gradient  # after five steps of 8 shards
+
+    monkeypatch.setattr(torch, "value_and_grad", spoilt)
+    answer = lockstep("train", "--data", tiny, "--devices", 1, "--batch-size", 100, "--epochs", 3, "--out", "run")
+    assert answer.status == 1
+    assert "epoch 2, step 6: the loss is no longer a number" in answer.err
+    assert "the weights after epoch 1 are in run" in answer.err
+    assert sorted(os.listdir(tmp_path / "run")) == ["config.json", "curve.png", "metrics.jsonl", "weights.safetensors"]
+    assert lockstep("evaluate", "run").status == 0
 
 
 def test_a_failure_on_a_rank_is_status_1_and_named(lockstep, tiny, monkeypatch):

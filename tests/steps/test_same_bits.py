@@ -28,22 +28,29 @@ def result_of(config: RunConfig):
     return last.result
 
 
+# (data, batch size): a full batch and a short one; uneven shards; fewer samples than shards, also in the last batch
+CASES = [("tiny", 256), ("tiny", 100), ("few", 24), ("few", 7), ("few", 1)]
+
+
 @pytest.fixture(scope="module")
-def one_device(tiny):
-    """The weights that one device ends with, for each batch size; the others must find the same."""
-    sizes = (256, 100, 32, 7, 1)
-    return {
-        size: result_of(RunConfig(data=str(tiny), devices=1, num_epochs=2, batch_size=size)).weights_sha256
-        for size in sizes
-    }
+def one_device(tiny, few):
+    """The weights that one device ends with; the others must find the same."""
+    paths = {"tiny": str(tiny), "few": str(few)}
+
+    def weights(data, batch_size, **settings):
+        config = RunConfig(**{"data": paths[data], "num_epochs": 2, "batch_size": batch_size, **settings})
+        return result_of(config).weights_sha256
+
+    known = {case: weights(*case, devices=1) for case in CASES}
+    return weights, known
 
 
-@pytest.mark.parametrize("batch_size", [256, 32, 7, 1])  # fewer samples than a batch; even; uneven; fewer than shards
+@pytest.mark.parametrize(("data", "batch_size"), CASES)
 @pytest.mark.parametrize("exchange", ["gather", "sharded", "tree"])
 @pytest.mark.parametrize("k", range(1, 9))
-def test_any_number_of_devices_and_any_exchange_give_the_same_bits(tiny, one_device, k, exchange, batch_size):
-    config = RunConfig(data=str(tiny), devices=k, num_epochs=2, batch_size=batch_size, exchange=exchange)
-    assert result_of(config).weights_sha256 == one_device[batch_size]
+def test_any_number_of_devices_and_any_exchange_give_the_same_bits(one_device, k, exchange, data, batch_size):
+    weights, known = one_device
+    assert weights(data, batch_size, devices=k, exchange=exchange) == known[data, batch_size]
 
 
 def test_losses_and_accuracies_are_the_same_too(tiny):
@@ -57,11 +64,13 @@ def test_losses_and_accuracies_are_the_same_too(tiny):
 
 
 @pytest.mark.parametrize(
-    "changed", [{"seed": 1}, {"num_shards": 4}, {"learning_rate": 0.1}, {"batch_size": 31}], ids=lambda c: next(iter(c))
+    "changed",
+    [{"seed": 1}, {"num_shards": 4}, {"learning_rate": 0.1}, {"batch_size": 101}],
+    ids=lambda c: next(iter(c)),
 )
-def test_what_is_part_of_the_run_changes_the_bits(tiny, one_device, changed):
-    config = RunConfig(**{"data": str(tiny), "devices": 2, "num_epochs": 2, "batch_size": 32, **changed})
-    assert result_of(config).weights_sha256 != one_device[32]
+def test_what_is_part_of_the_run_changes_the_bits(one_device, changed):
+    weights, known = one_device
+    assert weights(**{"data": "tiny", "batch_size": 100, "devices": 2, **changed}) != known["tiny", 100]
 
 
 def batch_of(num_samples: int, scale: float = 1.0) -> tuple[np.ndarray, np.ndarray, Batch]:

@@ -1,15 +1,16 @@
 """With which framework: a table of names, each loaded when it is first asked for."""
 
 import importlib
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 from lockstep.backends.protocol import Backend, LossSum, Ops, Tensor
-from lockstep.device import Device, choose_devices
+from lockstep.device import MAX_DEVICES, Device, check_devices, choose_devices
 from lockstep.errors import BackendError
 from lockstep.registry import pick
 
-__all__ = ["BACKENDS", "Backend", "LossSum", "Ops", "Tensor", "backend_of", "devices_for", "load_backend"]
+__all__ = ["BACKENDS", "Backend", "LossSum", "Ops", "Tensor", "backend_of", "devices_for", "load_backend", "places_for"]
 
 BACKENDS = {"torch": "lockstep.backends.torch"}  # name -> module; the name is also the framework's package
 
@@ -24,8 +25,7 @@ def load_backend(name: str) -> Backend:
         if missing.name != name:
             raise
         raise BackendError(
-            f"The backend {name!r} needs the package {name}, which is not installed. "
-            f"Install it: pip install 'lockstep[{name}]'."
+            f"The backend {name!r} needs the package {name}, which is not installed. Install it: pip install {name}."
         ) from missing
     return backend
 
@@ -48,7 +48,7 @@ def backend_of(tensor: Any) -> Backend:
     raise BackendError(f"A {kind} is not a tensor of a known framework. There are: {', '.join(BACKENDS)}.")
 
 
-def devices_for(backend: Backend, wanted: int | str | list[str] | None, at_most: int = 4096) -> list[Device]:
+def devices_for(backend: Backend, wanted: int | str | list[str] | None, at_most: int = MAX_DEVICES) -> list[Device]:
     """The devices that `wanted` means on this machine.
 
     A number means that many GPUs if there are that many, else that many logical CPU devices; a list names them one by
@@ -59,3 +59,10 @@ def devices_for(backend: Backend, wanted: int | str | list[str] | None, at_most:
     if wanted is None:
         wanted = min(len(names) or cpu.num_cores, at_most)
     return choose_devices(wanted, names)
+
+
+def places_for(backend: Backend, names: Sequence[str]) -> list[Device]:
+    """Named devices, once they were found to be there. Here `cpu` may stand more than once, as in the text."""
+    places = [Device(name) for name in names]
+    check_devices(places, [entry.device for entry in backend.hardware()[:-1]])
+    return places

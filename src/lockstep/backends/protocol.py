@@ -48,6 +48,10 @@ class Backend(Protocol):
         """Makes the calling thread the one that works for `device`: one intra-op thread, a stream of its own."""
         ...
 
+    def random_state(self) -> bytes:
+        """Something that changes when anybody draws from the framework's own random numbers."""
+        ...
+
     def synchronize(self, device: Device) -> None:
         """Returns when all that the calling thread asked of `device` is done."""
         ...

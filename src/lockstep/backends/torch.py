@@ -1,14 +1,16 @@
 """PyTorch: the only file that names it."""
 
 import os
-import platform
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lockstep.backends.hardware import cpu
 from lockstep.backends.protocol import LossSum
 from lockstep.device import Device, Hardware
 from lockstep.errors import BackendError
@@ -45,6 +47,7 @@ class TorchBackend:
 
     name = "torch"
     ops = TorchOps()
+    _one_session = threading.Lock()
 
     # --- the machine ---
 
@@ -63,30 +66,37 @@ class TorchBackend:
                     properties.multi_processor_count,
                 )
             )
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return gpus + [Hardware(Device("cpu:0"), _cpu_name(), memory, len(os.sched_getaffinity(0)))]
+        return gpus + [cpu()]
 
     # --- who runs, and how ---
 
     @contextmanager
     def session(self, devices: list[Device]) -> Iterator[None]:
+        if not self._one_session.acquire(blocking=False):
+            raise BackendError(
+                "Another run is under way in this process, and PyTorch's settings are the whole process's. "
+                "Wait for it to end, or use another process."
+            )
         with ExitStack() as undo:
+            undo.callback(self._one_session.release)
             undo.callback(torch.set_num_threads, torch.get_num_threads())
             undo.callback(
                 torch.use_deterministic_algorithms,
                 torch.are_deterministic_algorithms_enabled(),
                 warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
             )
-            undo.callback(_fill_new_memory, torch.utils.deterministic.fill_uninitialized_memory)
             torch.use_deterministic_algorithms(True)
-            _fill_new_memory(False)  # a debugging aid that costs a pass over every new tensor
-            if any(device.kind == "cuda" for device in devices):
-                # cuBLAS reads this when it starts. Without it, deterministic mode refuses every matrix product,
-                # and nobody but the process itself can set it for a notebook; a value already there stays.
+            # a debugging aid of that mode, which costs a pass over every new tensor
+            _set(undo, torch.utils.deterministic, "fill_uninitialized_memory", False)
+            _set(undo, torch.backends.cudnn, "deterministic", True)
+            _set(undo, torch.backends.cudnn, "benchmark", False)
+            for operation in _PRECISIONS:
+                _set(undo, operation, "fp32_precision", "ieee")  # float32 means float32
+            for number in {device.number for device in devices if device.kind == "cuda"}:
+                # cuBLAS reads this when it starts. Without it, deterministic mode refuses every matrix product, and
+                # nobody but the process itself can set it for a notebook; a value already there stays.
                 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-                undo.enter_context(
-                    torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False)
-                )
+                torch.cuda.synchronize(number)  # what the caller gave us may still be on its way on another stream
             yield
 
     def start_worker(self, device: Device) -> None:
@@ -94,6 +104,12 @@ class TorchBackend:
         if device.kind == "cuda":
             torch.cuda.set_device(device.number)
             torch.cuda.set_stream(torch.cuda.Stream(device.number))
+
+    def random_state(self) -> bytes:
+        states = [torch.get_rng_state()]
+        if torch.cuda.is_initialized():
+            states += torch.cuda.get_rng_state_all()
+        return b"".join(state.numpy().tobytes() for state in states)
 
     def synchronize(self, device: Device) -> None:
         if device.kind == "cuda":
@@ -138,7 +154,7 @@ class TorchBackend:
     # --- parameters as one flat vector ---
 
     def flatten(self, layout: Layout, params: list[Tensor], device: Device) -> Tensor:
-        flat = torch.zeros(layout.size, device=_place(device))
+        flat = torch.zeros(layout.size, dtype=torch.float32, device=_place(device))
         for piece, param in zip(flat.split(layout.pieces)[::2], params, strict=True):
             piece.copy_(param.detach().reshape(-1))
         return flat
@@ -160,19 +176,21 @@ def _place(device: Device) -> torch.device:
     return torch.device("cpu") if device.kind == "cpu" else torch.device("cuda", device.number)
 
 
-def _fill_new_memory(on: bool) -> None:
-    torch.utils.deterministic.fill_uninitialized_memory = on
+def _set(undo: ExitStack, owner: Any, name: str, value: object) -> None:
+    """Sets `owner.name` until `undo` closes."""
+    undo.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
 
 
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
-if not hasattr(torch.utils.deterministic, "fill_uninitialized_memory"):
+if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 9):
     raise BackendError(f"PyTorch {torch.__version__} is too old for Lockstep. Install 2.9 or newer.")
+
+_PRECISIONS = (
+    torch.backends.cuda.matmul,
+    torch.backends.cudnn.conv,
+    torch.backends.cudnn.rnn,
+    torch.backends.mkldnn.matmul,
+    torch.backends.mkldnn.conv,
+)
 
 BACKEND = TorchBackend()

@@ -20,9 +20,9 @@ def plain_answers(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(*args, **kwargs)
         except LockstepError as error:
-            _leave(str(error), error.exit_status)
+            leave(str(error), error.exit_status)
         except KeyboardInterrupt:
-            _leave("interrupted. Start the command again to begin anew.", INTERRUPTED)
+            leave("interrupted. Start the command again to begin anew.", INTERRUPTED)
         except BrokenPipeError:  # the reader of standard output has gone (`| head`): nothing to tell it
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(128 + signal.SIGPIPE) from None
@@ -30,6 +30,7 @@ def plain_answers(command: Callable[..., None]) -> Callable[..., None]:
     return answering
 
 
-def _leave(sentence: str, status: int) -> NoReturn:
+def leave(sentence: str, status: int) -> NoReturn:
+    """Ends the program with a sentence on standard error."""
     print(f"lockstep: {sentence}", file=sys.stderr)
     raise SystemExit(status)

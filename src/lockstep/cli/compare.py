@@ -29,10 +29,9 @@ def compare(
     json: options.Json = False,
 ) -> None:
     """Train a grid of runs and compare accuracy and time."""
-    from lockstep.cli.train import new_folder
     from lockstep.config import RunConfig
     from lockstep.grid import make_grid, run_grid, save_grid, sentence, table
-    from lockstep.report.runlog import to_json
+    from lockstep.report.runlog import new_folder, to_json
 
     base = RunConfig(
         model=model,

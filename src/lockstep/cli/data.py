@@ -1,5 +1,6 @@
 """`lockstep data`: where each data set is; fetches or verifies it."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -21,25 +22,30 @@ def data(
     from lockstep.data import DATASETS, load_dataset
     from lockstep.data.fashion_mnist import MINI
     from lockstep.data.sources import find_or_fetch, locate
+    from lockstep.errors import DataError
+    from lockstep.registry import pick
     from lockstep.report.console import fetch_progress
 
-    names = [name] if name else list(DATASETS)
-    for each in names:
-        if each == "fashion-mnist":
-            if fetch:
-                with fetch_progress() as progress:
-                    find_or_fetch(data_dir, progress)
-            folder = locate(data_dir)
-            where = str(folder) if folder else "not on this machine; `lockstep data fashion-mnist --fetch` gets it"
-            there = folder is not None
-        else:
-            where, there = (str(MINI) if each == "fashion-mnist-mini" else each), True
+    if name is not None and not name.endswith(".npz"):
+        pick(DATASETS, name, "data set (or .npz file)")
+    for each in [name] if name else list(DATASETS):
+        is_whole = each == "fashion-mnist"
+        place = Path(each) if each.endswith(".npz") else MINI
+        if is_whole:
+            with fetch_progress() as progress:
+                found = find_or_fetch(data_dir, progress) if fetch or data_dir is not None else locate()
+            if found is None and verify:
+                raise DataError("fashion-mnist is not on this machine. Get it: lockstep data fashion-mnist --fetch.")
+            if found is None:
+                typer.echo(f"{each}: not on this machine; `lockstep data fashion-mnist --fetch` gets it")
+                continue
+            place = found
         about = f"  ({DATASETS[each]})" if each in DATASETS else ""
-        typer.echo(f"{each}: {where}{about}")
-        if there and (verify or each not in DATASETS):
-            found = load_dataset(each, data_dir)
-            shape = "x".join(map(str, found.sample_shape))
-            typer.echo(
-                f"  good: {len(found.X_train):,} training and {len(found.X_test):,} test samples of {shape}, "
-                f"{found.num_classes} classes"
+        if verify or each not in DATASETS:
+            data_set = load_dataset(each, data_dir if is_whole else None)
+            shape = "x".join(map(str, data_set.sample_shape))
+            about = (
+                f"\n  good: {len(data_set.X_train):,} training and {len(data_set.X_test):,} test samples of {shape}, "
+                f"{data_set.num_classes} classes"
             )
+        typer.echo(f"{each}: {place}{about}")

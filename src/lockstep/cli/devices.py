@@ -13,7 +13,7 @@ def devices(
     backend: options.Backend = "torch",
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
-    """List the GPUs (name, memory) and the CPU (cores) that a run could use."""
+    """List the devices of this machine."""
     from rich.console import Console
     from rich.table import Table
 

@@ -13,17 +13,23 @@ Devices = Annotated[
         show_default=False,
     ),
 ]
-Data = Annotated[str, typer.Option(help="fashion-mnist, fashion-mnist-mini, or a .npz file.")]
+Data = Annotated[str, typer.Option(help="The data set: fashion-mnist, fashion-mnist-mini, or a .npz file.")]
 DataDir = Annotated[
     Path | None, typer.Option(help="Folder with the data set's files, packed or not.", show_default=False)
 ]
-Model = Annotated[str, typer.Option(help="lenet.")]
+Model = Annotated[str, typer.Option(help="The model: lenet.")]
 Epochs = Annotated[int, typer.Option(help="Passes over the data.")]
-Shards = Annotated[int, typer.Option(help="Parts of a batch. Part of the run, as the number of devices is not.")]
+Shards = Annotated[
+    int,
+    typer.Option(help="Parts that every batch is cut into. Changing it changes the bits; changing --devices does not."),
+]
 Seed = Annotated[int, typer.Option(help="Decides the starting weights and the order of samples.")]
-Backend = Annotated[str, typer.Option(help="torch.")]
-Engine = Annotated[str, typer.Option(help="inprocess: one process, a thread for each device.")]
+Backend = Annotated[str, typer.Option(help="The framework: torch.")]
+Engine = Annotated[str, typer.Option(help="Who runs the devices: inprocess, one process, a thread for each device.")]
 Exchange = Annotated[
-    str, typer.Option(help="sharded, gather or tree; ring adds in an order of its own and does not keep the bits.")
+    str,
+    typer.Option(
+        help="The all-reduce: sharded, gather or tree; ring adds in an order of its own and does not keep the bits."
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, nothing else.")]

@@ -1,6 +1,5 @@
 """`lockstep train`: the text's experiment on k devices."""
 
-import time
 from pathlib import Path
 from typing import Annotated
 
@@ -31,6 +30,8 @@ def train(
 ) -> None:
     """Train a model and record the run."""
     from lockstep.config import RunConfig
+    from lockstep.report.runlog import new_folder, to_json
+    from lockstep.run import run
 
     config = RunConfig(
         model=model,
@@ -48,17 +49,5 @@ def train(
         out=out or new_folder(f"{model}-{Path(data).stem}"),
     )
 
-    from lockstep.report.runlog import to_json
-    from lockstep.run import run
-
     result = run(config)
     typer.echo(to_json(result.summary()) if json else result.lines())
-
-
-def new_folder(name: str) -> Path:
-    """A folder under runs/ that is not there yet, named after what is run and when."""
-    first = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder, number = first, 2
-    while folder.exists():
-        folder, number = first.with_name(f"{first.name}-{number}"), number + 1
-    return folder

@@ -28,6 +28,6 @@ def load_dataset(name: str, data_dir: Path | None = None, progress: Progress = n
     pick(DATASETS, name, "data set (or .npz file)")
     if name == "fashion-mnist-mini":
         if data_dir is not None:
-            raise DataError("fashion-mnist-mini ships with Lockstep: leave --data-dir away, or use fashion-mnist.")
+            raise DataError("fashion-mnist-mini ships with Lockstep: leave --data-dir out, or use fashion-mnist.")
         return read_mini()
     return read_folder(find_or_fetch(data_dir, progress))

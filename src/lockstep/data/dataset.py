@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lockstep.errors import DataError
-from lockstep.layout import Array
+from lockstep.layout import Array, sha256_of
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,11 @@ class Dataset:
     def sample_shape(self) -> tuple[int, ...]:
         """The shape of one sample: (channels, height, width) for images."""
         return tuple(self.X_train.shape[1:])
+
+    @property
+    def sha256(self) -> str:
+        """What tells this data from any other."""
+        return sha256_of([self.X_train, self.y_train, self.X_test, self.y_test])
 
     @property
     def num_classes(self) -> int:

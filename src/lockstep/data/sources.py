@@ -40,8 +40,13 @@ def no_progress(what: str, num_bytes: int, num_bytes_in_all: int) -> None:
 
 def cache_folder() -> Path:
     """Where fetched data is kept for this user."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "lockstep" / "fashion-mnist"
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "lockstep" / "fashion-mnist"
+    except RuntimeError:
+        raise DataError(
+            "There is no home folder to keep data in. Set XDG_CACHE_HOME, or name the data's folder with --data-dir."
+        ) from None
 
 
 def has_all(folder: Path) -> bool:
@@ -66,7 +71,7 @@ def find_or_fetch(
         return found
     names = ", ".join(f"{file.name}.gz" for file in FILES)
     if data_dir is not None:
-        raise DataError(f"{data_dir} does not have Fashion-MNIST. Put these files there, packed or not: {names}.")
+        raise DataError(_what_is_wrong_with(data_dir))
     cache = cache_folder()
     tried = [f"{cache}: not there", f"{SYSTEM_FOLDER}: not there"]
     for name, fetch in [(url, _mirror(url)) for url in mirrors] + [(f"Debian's {DEBIAN_PACKAGE}", from_debian)]:
@@ -81,6 +86,17 @@ def find_or_fetch(
         + f"Put these files into a folder and name it with --data-dir: {names}. "
         + "Or start with the small sample that ships with Lockstep: --data fashion-mnist-mini."
     )
+
+
+def _what_is_wrong_with(data_dir: Path) -> str:
+    try:
+        there = {path.name for path in data_dir.iterdir()}
+    except FileNotFoundError:
+        return f"There is no folder {data_dir}. Name the one that has Fashion-MNIST's files, or leave --data-dir out."
+    except OSError as problem:
+        return f"{data_dir} cannot be read: {problem.strerror}. Name a folder that has Fashion-MNIST's files."
+    missing = [f"{file.name}.gz" for file in FILES if not {file.name, f"{file.name}.gz"} & there]
+    return f"{data_dir} does not have Fashion-MNIST. Put these files there, packed or not: {', '.join(missing)}."
 
 
 def _mirror(url: str) -> Callable[[Path, Progress], None]:

@@ -8,7 +8,6 @@ from lockstep.backends import Backend, LossSum, Tensor
 from lockstep.device import Device
 from lockstep.exchange.nodes import Node
 from lockstep.layout import Array, Layout
-from lockstep.split.batch import Shard
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class Gradients:
 
     ranges: tuple[range, ...]  # the shards of every rank, not only of the local ones
     nodes: list[dict[Node, Tensor]]
-    losses: list[list[Tensor]]  # one for each shard, summed over its samples
+    losses: list[list[float]]  # one for each shard, summed over its samples
 
 
 class Engine(Protocol):
@@ -51,7 +50,7 @@ class Engine(Protocol):
         ...
 
     def forward_backward(
-        self, loss_sum: LossSum, layout: Layout, replicas: list[Tensor], batch: Batch, shards: list[Shard]
+        self, loss_sum: LossSum, layout: Layout, replicas: list[Tensor], batch: Batch, shards: list[range]
     ) -> Gradients: ...
     def exchange(self, gradients: Gradients) -> list[Tensor]:
         """The sum of all shards' gradients, for each local rank."""

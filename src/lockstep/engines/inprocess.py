@@ -17,7 +17,6 @@ from lockstep.engines.rank import add_up_own_shards, cut_into_chunks, take_part,
 from lockstep.errors import LockstepError, RankError
 from lockstep.exchange import schedule_for
 from lockstep.layout import Array, Layout
-from lockstep.split.batch import Shard
 from lockstep.split.ranks import split_over_ranks
 
 
@@ -95,7 +94,7 @@ class InProcess:
         return [placed[physical.index(device)] for device in physical]
 
     def forward_backward(
-        self, loss_sum: LossSum, layout: Layout, replicas: list[Tensor], batch: Batch, shards: list[Shard]
+        self, loss_sum: LossSum, layout: Layout, replicas: list[Tensor], batch: Batch, shards: list[range]
     ) -> Gradients:
         ranges = tuple(self.assign(len(shards), self.num_ranks))
 

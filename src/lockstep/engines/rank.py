@@ -1,6 +1,7 @@
 """What one rank does in each phase of a step; every engine runs the same functions."""
 
-from typing import Any
+import sysconfig
+from pathlib import Path
 
 from lockstep.backends import Backend, LossSum, Tensor
 from lockstep.device import Device
@@ -8,8 +9,9 @@ from lockstep.engines.engine import Batch
 from lockstep.exchange.nodes import Node, maximal_nodes, sum_of
 from lockstep.exchange.schedule import Round, Schedule
 from lockstep.layout import Layout
-from lockstep.split.batch import Shard, part_sizes
+from lockstep.split.batch import part_ranges
 
+NOT_THE_USERS = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]), "<")
 Held = dict[tuple[int, Node], Tensor]  # (chunk, node) -> that part of the vector, on the rank's device
 
 
@@ -20,11 +22,11 @@ def add_up_own_shards(
     flat: Tensor,
     batch: Batch,
     rank: int,
-    shards: list[Shard],
+    shards: list[range],
     own: range,
-) -> tuple[dict[Node, Tensor], list[Tensor]]:
+) -> tuple[dict[Node, Tensor], list[float]]:
     """The rank's nodes and its shards' losses. Shards are computed one by one and added as soon as they can be."""
-    losses = []
+    losses: list[Tensor] = []
 
     def leaf(number: int) -> Tensor:
         X, y = batch.fetch(rank, shards[number].start, shards[number].stop)
@@ -33,16 +35,16 @@ def add_up_own_shards(
         return gradient
 
     nodes = {node: sum_of(node, leaf, backend.add) for node in maximal_nodes(own, len(shards))}
-    return nodes, losses
+    return nodes, [float(loss) for loss in losses]
 
 
 def cut_into_chunks(backend: Backend, nodes: dict[Node, Tensor], size: int, schedule: Schedule) -> Held:
     """What the rank holds when the exchange begins: each of its nodes, cut into the schedule's chunks."""
-    bounds = chunk_bounds(size, schedule.num_chunks)
+    places = part_ranges(size, schedule.num_chunks)
     return {
-        (chunk, node): backend.chunk(vector, start, stop)
+        (chunk, node): backend.chunk(vector, place.start, place.stop)
         for node, vector in nodes.items()
-        for chunk, (start, stop) in enumerate(bounds)
+        for chunk, place in enumerate(places)
     }
 
 
@@ -68,29 +70,12 @@ def total_of(backend: Backend, held: Held, schedule: Schedule) -> Tensor:
     return chunks[0] if len(chunks) == 1 else backend.concat(chunks)
 
 
-def chunk_bounds(size: int, num_chunks: int) -> list[tuple[int, int]]:
-    """Where each chunk of a vector starts and stops.
-
-    >>> chunk_bounds(10, 3)
-    [(0, 4), (4, 7), (7, 10)]
-    """
-    bounds, start = [], 0
-    for length in part_sizes(size, num_chunks):
-        bounds.append((start, start + length))
-        start += length
-    return bounds
-
-
 def user_source_line(error: BaseException) -> str:
     """`file:line` of the last place in the user's own code that `error` went through, or nothing."""
     where, trace = "", error.__traceback__
     while trace is not None:
-        code: Any = trace.tb_frame.f_code
-        if "site-packages" not in code.co_filename and not _is_ours(trace.tb_frame.f_globals.get("__name__", "")):
-            where = f"{code.co_filename}:{trace.tb_lineno}"
+        file = trace.tb_frame.f_code.co_filename
+        if not file.startswith(NOT_THE_USERS) and not {"site-packages", "dist-packages"} & set(Path(file).parts):
+            where = f"{file}:{trace.tb_lineno}"
         trace = trace.tb_next
     return where
-
-
-def _is_ours(module: str) -> bool:
-    return module.partition(".")[0] in ("lockstep", "concurrent", "threading")

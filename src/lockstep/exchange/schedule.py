@@ -1,6 +1,6 @@
 """An exchange as plain data: rounds of transfers and additions.
 
-The same object is run by the engines, drawn by the plots and proved right by a test that needs no framework.
+The same object is run by the engines and proved right by a test that needs no framework.
 
 A rank holds nodes (partial sums, see `nodes.py`), each cut into `num_chunks` chunks. In a round every transfer
 reads what its source held when the round began; then each rank does its additions, in order.

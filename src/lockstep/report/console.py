@@ -1,6 +1,5 @@
 """A run on the terminal: a progress bar on standard error, or plain lines where that is not a terminal."""
 
-import math
 import sys
 import time
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from typing import TextIO
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lockstep.report.events import EpochDone, Event, RunDone, RunStarted, StepDone
+from lockstep.report.events import EpochDone, Event, RunDone, RunStarted, RunStopped, StepDone
 
 PLAIN_LINE_SECONDS = 10.0  # in a log, a line within an epoch at most this often
 
@@ -48,6 +47,8 @@ class Console:
                 self._step_done(event)
             case EpochDone():
                 self._epoch_done(event)
+            case RunStopped():
+                _end(self._progress)
             case RunDone(result):
                 _end(self._progress)
                 if result.run is not None:
@@ -101,11 +102,6 @@ class Console:
             f"epoch {event.epoch:>{len(str(epochs))}}/{epochs}  loss {event.train_loss:.4f}  "
             f"test acc {event.test_accuracy:.4f}  {event.seconds:.1f} s"
         )
-        if not math.isfinite(event.train_loss):
-            self.note(
-                f"The loss is no longer a number: lr {self._started.config['learning_rate']:g} is too large for this "
-                f"model and batch. Stop the run and try a smaller one."
-            )
         self._start_epoch()
 
 

@@ -12,6 +12,7 @@ class RunStarted:
     """Everything was checked and is in place; the first step is next."""
 
     config: dict[str, Any]
+    data_sha256: str
     devices: list[str]
     num_train_samples: int
     num_test_samples: int
@@ -75,4 +76,15 @@ class RunDone:
     result: Result
 
 
-Event = RunStarted | StepDone | EpochDone | RunDone
+@dataclass(frozen=True)
+class RunStopped:
+    """The run cannot go on; this is what there is of it. An error follows."""
+
+    epoch: int
+    step: int
+    reason: str
+    history: list[EpochDone]  # the epochs that were finished
+    params: dict[str, Array] = field(repr=False)  # the parameters after the last of them; none before the first
+
+
+Event = RunStarted | StepDone | EpochDone | RunDone | RunStopped

@@ -1,11 +1,13 @@
 """A run's folder: config.json, metrics.jsonl, result.json, curve.png, weights.safetensors.
 
-A file appears under its name only when it is whole; metrics.jsonl alone grows, a line an event.
+A file appears under its name only when it is whole; metrics.jsonl alone grows, a line an event. A run that had to stop
+has no result.json, and the weights after its last finished epoch.
 """
 
 import json
 import math
 import os
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +18,7 @@ from safetensors.numpy import load_file, save
 
 from lockstep.errors import ConfigError, RunError
 from lockstep.layout import Array
-from lockstep.report.events import EpochDone, Event, Result, RunDone, RunStarted, StepDone
+from lockstep.report.events import EpochDone, Event, RunDone, RunStarted, RunStopped, StepDone
 
 MAX_JSON_BYTES = 1 << 20
 
@@ -33,27 +35,40 @@ class RunLog:
         try:
             match event:
                 case RunStarted():
-                    self.folder.mkdir(parents=True, exist_ok=True)
-                    self._text("config.json", to_json(event.config, indent=2))
+                    self._claim()
+                    self._text("config.json", to_json({**event.config, "data_sha256": event.data_sha256}, indent=2))
                     self._line("started", asdict(event))
                 case StepDone():
                     pass
                 case EpochDone():
                     self._line("epoch", asdict(event))
-                case RunDone():
-                    self._finish(event.result)
+                case RunDone(result):
+                    self._keep(result.history, result.params)
+                    fields = result.summary()
+                    self._text("result.json", to_json(fields, indent=2))
+                    self._line("done", {name: value for name, value in fields.items() if name != "history"})
+                case RunStopped():
+                    self._keep(event.history, event.params)
+                    self._line("stopped", {"epoch": event.epoch, "step": event.step, "reason": event.reason})
         except OSError as problem:
             raise RunError(
                 f"{self.folder} cannot be written to: {problem.strerror}. Free some space, or choose another --out."
             ) from problem
 
-    def _finish(self, result: Result) -> None:
+    def _claim(self) -> None:
+        """Makes the folder this run's: of two runs that start at the same moment, one gets it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            (self.folder / "metrics.jsonl").open("x").close()
+        except FileExistsError:
+            raise ConfigError(f"Another run has just started in {self.folder}. Choose another --out.") from None
+
+    def _keep(self, history: list[EpochDone], params: dict[str, Array]) -> None:
         from lockstep.report.plots import draw_curve  # matplotlib takes half a second to load: at the end, not before
 
-        write_whole(self.folder / "weights.safetensors", lambda path: path.write_bytes(save(result.params)))
-        write_whole(self.folder / "curve.png", lambda path: draw_curve(result.history, path))
-        self._line("done", {name: value for name, value in result.summary().items() if name != "history"})
-        self._text("result.json", to_json(result.summary(), indent=2))
+        if history:
+            write_whole(self.folder / "weights.safetensors", lambda path: path.write_bytes(save(params)))
+            write_whole(self.folder / "curve.png", lambda path: draw_curve(history, path))
 
     def _text(self, name: str, content: str) -> None:
         write_whole(self.folder / name, lambda path: path.write_text(content + "\n", encoding="utf-8"))
@@ -63,22 +78,31 @@ class RunLog:
             out.write(to_json({"event": kind, **fields}) + "\n")
 
 
+def new_folder(name: str) -> Path:
+    """A folder under runs/ that is not there yet, named after what is run and when."""
+    first = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder, number = first, 2
+    while folder.exists():
+        folder, number = first.with_name(f"{first.name}-{number}"), number + 1
+    return folder
+
+
 def check_new_folder(folder: Path) -> None:
     """Refuses a folder that has something in it, or cannot be one."""
     try:
-        folder.is_dir()
+        if folder.is_dir() and any(folder.iterdir()):
+            raise ConfigError(
+                f"{folder} is not empty: a run is never written over. Choose another --out, or remove it."
+            )
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"{folder} is a file. Choose another --out.")
+        deepest = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+        if not deepest.is_dir():
+            raise ConfigError(f"{folder} cannot be made: {deepest} is a file. Choose another --out.")
+        if not os.access(deepest, os.W_OK):
+            raise ConfigError(f"{folder} cannot be used: {deepest} is not writable. Choose another --out.")
     except OSError as problem:
-        raise ConfigError(f"{folder} cannot be made: {problem.strerror}. Choose another --out.") from problem
-    if folder.is_dir() and any(folder.iterdir()):
-        raise ConfigError(f"{folder} is not empty: a run is never written over. Choose another --out, or remove it.")
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{folder} is a file. Choose another --out.")
-    parent = next(p for p in folder.absolute().parents if p.exists())
-    if not parent.is_dir():
-        raise ConfigError(f"{folder} cannot be made: {parent} is a file. Choose another --out.")
-    deepest = folder if folder.exists() else parent
-    if not os.access(deepest, os.W_OK):
-        raise ConfigError(f"{folder} cannot be used: {deepest} is not writable. Choose another --out.")
+        raise ConfigError(f"{folder} cannot be used: {problem.strerror}. Choose another --out.") from problem
 
 
 def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, Array]]:

@@ -16,7 +16,7 @@ def train_step(
     batch: Batch,
     num_shards: int,
     rule: Callable[[Tensor, Tensor], Tensor],
-) -> tuple[list[Tensor], list[list[Tensor]]]:
+) -> tuple[list[Tensor], list[list[float]]]:
     """Every replica after one update on the whole of `batch`, the same bits for any number of ranks; and the losses."""
     shards = split_into_shards(batch.num_samples, num_shards)
     gradients = engine.forward_backward(loss_sum, layout, replicas, batch, shards)
