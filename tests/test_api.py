@@ -133,8 +133,22 @@ def test_split_batch_copies():
 def test_split_batch_refuses_what_does_not_go_together():
     with pytest.raises(ConfigError, match="3 samples and 2 labels"):
         lockstep.split_batch(torch.ones(3, 1), torch.ones(2), TWO)
-    with pytest.raises(ConfigError, match="no devices"):
+    with pytest.raises(ConfigError, match="list of devices is empty"):
         lockstep.split_batch(torch.ones(3, 1), torch.ones(3), [])
+    with pytest.raises(ConfigError, match="mixes CPU and GPU"):
+        lockstep.split_batch(torch.ones(3, 1), torch.ones(3), ["cpu:0", "cuda:0"])
+
+
+def test_the_same_name_twice_is_two_replicas_as_in_the_text_without_gpus():
+    params = replicas_on(["cpu", "cpu"])
+    X, y = torch.rand(10, 1, 28, 28), torch.arange(10)
+    lockstep.train_batch(X, y, params, ["cpu", "cpu"], lr=0.2)
+    assert hash_of(params[0]) == hash_of(params[1]) != hash_of(start_params())
+
+
+def test_a_device_that_is_not_there_is_refused_in_a_sentence():
+    with pytest.raises(ConfigError, match="There is no cuda:99"):
+        lockstep.get_params(start_params(), "cuda:99")
 
 
 # --- train_batch and train ---
@@ -213,6 +227,20 @@ def test_train_batch_refuses_what_cannot_be():
         lockstep.train_batch(X, y, replicas_on(TWO), TWO, lr=0.2, num_shards=1)
     with pytest.raises(ConfigError, match="learning rate nan"):
         lockstep.train_batch(X, y, replicas_on(TWO), TWO, lr=float("nan"))
+    doubles = [[param.detach().double() for param in params] for params in replicas_on(TWO)]
+    with pytest.raises(ConfigError, match=r"Parameter 0 holds torch.float64. Lockstep trains float32"):
+        lockstep.train_batch(X, y, doubles, TWO, lr=0.2)
+
+
+def test_a_model_that_draws_random_numbers_is_refused_and_nothing_has_changed():
+    def with_dropout(X, params):
+        return torch.nn.functional.dropout(X.reshape(len(X), -1) @ params[0])
+
+    X, y = torch.rand(20, 4), torch.arange(20) % 3
+    device_params = [lockstep.get_params([torch.zeros(4, 3)], device) for device in TWO]
+    with pytest.raises(lockstep.LockstepError, match="drew random numbers"):
+        lockstep.train_batch(X, y, device_params, TWO, lr=1.0, net=with_dropout)
+    assert all(bool((params[0] == 0).all()) for params in device_params)
 
 
 def test_train_shows_progress_prints_the_texts_line_and_gives_a_result(tiny, tmp_path, capsys):
@@ -239,9 +267,9 @@ def test_train_takes_a_list_of_devices_and_not_both(tiny):
 # --- evaluate_accuracy: the text's fourth exercise ---
 
 
-def test_every_test_sample_is_counted_once_on_any_number_of_devices(tiny):
+def test_every_test_sample_is_counted_once_on_any_number_of_devices(few):
     """P2. The labels are what the model itself answers, except for a known number of wrong ones."""
-    config = RunConfig(data=str(tiny), devices=1, num_epochs=3, batch_size=10)
+    config = RunConfig(data=str(few), devices=1, num_epochs=3, batch_size=8)
     *_, done = train(config, prepare(config))
     params = [torch.from_numpy(array) for array in done.result.params.values()]
     X = torch.rand(1037, 1, 28, 28)

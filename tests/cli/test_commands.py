@@ -11,9 +11,9 @@ from safetensors.numpy import load_file, save_file
 
 
 @pytest.fixture
-def run(lockstep, tiny, tmp_path):
+def run(lockstep, few):
     answer = lockstep(
-        "train", "--data", tiny, "--devices", 2, "--epochs", 3, "--batch-size", 10, "--out", "run", "--json"
+        "train", "--data", few, "--devices", 2, "--epochs", 2, "--batch-size", 8, "--out", "run", "--json"
     )
     assert answer.status == 0
     return answer.json
@@ -47,14 +47,14 @@ def test_evaluate_gives_the_runs_own_accuracy_on_any_number_of_devices(lockstep,
     assert answer.status == 0
     assert answer.json["test_accuracy"] == run["test_accuracy"]
     assert answer.json["weights_sha256"] == run["weights_sha256"]
-    assert answer.json["num_samples"] == 30
+    assert answer.json["num_samples"] == 10
     assert len(answer.json["devices"]) == k
 
 
 def test_evaluate_prints_two_lines(lockstep, run):
     first, second = lockstep("evaluate", "run", "--devices", 2).out.splitlines()
     assert first.startswith("test acc: ")
-    assert first.endswith("of 30) on [cpu:0, cpu:1]")
+    assert first.endswith("of 10) on [cpu:0, cpu:1]")
     assert second == f"weights sha256: {run['weights_sha256']}"
 
 
@@ -126,8 +126,8 @@ def test_compare_trains_the_grid_and_says_what_it_shows(lockstep, tiny, tmp_path
     assert (tmp_path / "grid" / "k2-batch20-lr0.2" / "weights.safetensors").is_file()
 
 
-def test_compare_scales_the_batch_with_the_devices(lockstep, tiny):
-    arguments = ("compare", "--data", tiny, "--devices", "1,2", "--batch-size", "10", "--scale-batch", "--epochs", 1)
+def test_compare_scales_the_batch_with_the_devices(lockstep, few):
+    arguments = ("compare", "--data", few, "--devices", "1,2", "--batch-size", "10", "--scale-batch", "--epochs", 1)
     answer = lockstep(*arguments, "--lr", "0.1,0.2", "--json")
     assert [row["batch_size"] for row in answer.json["rows"]] == [10, 20, 10, 20]
     assert "the best learning rate is" in answer.json["sentence"].lower()
@@ -183,14 +183,51 @@ def test_data_shows_where_each_data_set_is(lockstep, monkeypatch, tmp_path):
 def test_data_verifies(lockstep, tiny):
     answer = lockstep("data", "fashion-mnist-mini", "--verify")
     assert "good: 2,000 training and 500 test samples of 1x28x28, 10 classes" in answer.out
-    assert "good: 70 training and 30 test samples" in lockstep("data", tiny).out
+    assert answer.status == 0
+    assert "good: 260 training and 30 test samples" in lockstep("data", tiny).out
 
 
-def test_data_refuses_what_it_does_not_know(lockstep, tmp_path):
-    answer = lockstep("data", "mnist")
-    assert answer.status == 2
-    assert "no data set" in answer.err
+def test_data_refuses_what_it_does_not_know_or_have(lockstep, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("lockstep.data.sources.SYSTEM_FOLDER", tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    answer = lockstep("data", "fashion-mnist", "--fetch", "--data-dir", "empty")
+    refused = {
+        "data mnist": "no data set",
+        "data fashion-mnist --verify": "fashion-mnist is not on this machine",
+        "data fashion-mnist --data-dir empty": "does not have Fashion-MNIST",
+        "data --verify --data-dir nowhere": "There is no folder",
+        "data missing.npz": "There is no file",
+    }
+    for arguments, sentence in refused.items():
+        answer = lockstep(*arguments.split())
+        assert answer.status == 2, arguments
+        assert answer.out == "", arguments
+        assert sentence in answer.err
+
+
+def test_a_run_remembers_its_data_from_any_folder_and_knows_it_again(lockstep, few, tmp_path, monkeypatch):
+    data = tmp_path / "data.npz"
+    data.write_bytes(few.read_bytes())
+    settings = ("--devices", 1, "--epochs", 1, "--batch-size", 10, "--out", "run")
+    assert lockstep("train", "--data", "data.npz", *settings).status == 0
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert lockstep("evaluate", "../run").status == 0
+    arrays = dict(np.load(data))
+    np.savez(data, **{**arrays, "y_test": (arrays["y_test"] + 1) % 10})
+    answer = lockstep("evaluate", "../run")
     assert answer.status == 2
-    assert "empty does not have Fashion-MNIST" in answer.err
+    assert "is not the data that the run in ../run was trained on" in answer.err
+
+
+def test_compare_checks_every_batch_before_the_first_run(lockstep, tiny, tmp_path):
+    answer = lockstep("compare", "--data", tiny, "--devices", "1,2", "--batch-size", 200, "--scale-batch", "--out", "x")
+    assert answer.status == 2
+    assert "A batch of 400 samples is larger than" in answer.err
+    assert not (tmp_path / "x").exists()
+
+
+def test_compare_keeps_learning_rates_apart_that_are_almost_the_same(lockstep, few, tmp_path):
+    arguments = ("compare", "--data", few, "--devices", 1, "--batch-size", 12, "--epochs", 1, "--out", "x")
+    assert lockstep(*arguments, "--lr", "0.1234567,0.12345671").status == 0
+    assert len([path for path in (tmp_path / "x").iterdir() if path.is_dir()]) == 2

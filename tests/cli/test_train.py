@@ -106,7 +106,7 @@ IMPOSSIBLE = {
     "--seed -1": "The seed -1",
     "--model lenett": "no model called 'lenett'. Did you mean 'lenet'?",
     "--data fashion": "no data set (or .npz file) called 'fashion'",
-    "--data missing.npz": "There is no file missing.npz",
+    "--data missing.npz": "missing.npz.",
     "--exchange rings": "Did you mean 'ring'?",
     "--engine threads": "no engine called 'threads'",
     "--backend pytorch": "Did you mean 'torch'?",

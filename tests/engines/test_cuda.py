@@ -76,3 +76,41 @@ def test_settings_are_as_before_afterwards():
 def test_a_gpu_that_is_not_there_is_refused():
     with pytest.raises(lockstep.LockstepError, match="There is no cuda:99: this machine has cuda:0"):
         weights_of("cuda:99")
+
+
+def test_what_the_caller_still_computes_is_waited_for():
+    """The batch and the parameters may still be on their way on the caller's stream when `train_batch` is called."""
+    params = [torch.from_numpy(array) for array in lockstep.init_lenet(0).values()]
+    X_host, y = torch.rand(64, 1, 28, 28), torch.arange(64, device="cuda:0") % 10
+
+    def weights(busy):
+        device_params = [lockstep.get_params(params, "cuda:0")]
+        for _ in range(5):
+            X = torch.zeros(64, 1, 28, 28, device="cuda:0")
+            if busy:
+                torch.cuda._sleep(20_000_000)  # cycles: about 10 ms on the caller's stream, before X gets its values
+            X += X_host.to("cuda:0", non_blocking=True)
+            lockstep.train_batch(X, y, device_params, ["cuda:0"], lr=0.5)
+        return [param.detach().cpu() for param in device_params[0]]
+
+    assert all(torch.equal(a, b) for a, b in zip(weights(busy=True), weights(busy=False), strict=True))
+
+
+def test_a_users_tf32_setting_does_not_reach_the_run():
+    alone = weights_of("cuda:0", num_epochs=1)
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert weights_of("cuda:0", num_epochs=1) == alone
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_a_grid_stays_on_one_kind_of_device():
+    from lockstep.grid import make_grid
+
+    base = RunConfig(data="fashion-mnist-mini", num_epochs=1)
+    too_many = torch.cuda.device_count() + 1
+    assert {config.devices for config in make_grid(base, "1", "256", "0.2", False)} == {"cuda:0"}
+    grid = make_grid(base, f"1,{too_many}", "256", "0.2", False)
+    assert all(str(config.devices).startswith("cpu:0") for config in grid)

@@ -9,7 +9,7 @@ import torch
 from lockstep.backends import load_backend
 from lockstep.device import Device
 from lockstep.engines import InProcess
-from lockstep.errors import RankError
+from lockstep.errors import BackendError, RankError
 
 TORCH = load_backend("torch")
 FOUR = [Device(f"cpu:{i}") for i in range(4)]
@@ -88,3 +88,24 @@ def test_an_engine_that_cannot_start_leaves_nothing_behind(monkeypatch):
     with pytest.raises(RankError, match=r"rank 0 \(cpu:0\), during start"), InProcess(TORCH, FOUR):
         pytest.fail("the engine must not be entered")
     assert (threading.active_count(), torch.are_deterministic_algorithms_enabled()) == before
+
+
+def test_a_line_of_the_standard_library_is_not_the_users():
+    import statistics
+
+    def users_model(rank, device):
+        return statistics.mean([])
+
+    with pytest.raises(RankError, match=r"test_inprocess\.py:\d+\)"), InProcess(TORCH, FOUR) as engine:
+        engine.each("forward", users_model)
+
+
+def test_of_two_runs_in_one_process_the_second_is_refused():
+    with (
+        InProcess(TORCH, FOUR[:1]),
+        pytest.raises(BackendError, match="Another run is under way in this process"),
+        InProcess(TORCH, FOUR[:1]),
+    ):
+        pytest.fail("the second engine must not be entered")
+    with InProcess(TORCH, FOUR[:1]) as engine:
+        assert engine.num_ranks == 1
