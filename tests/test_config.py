@@ -1,13 +1,16 @@
 """The settings of a run: what cannot be is refused with the option to change."""
 
 import dataclasses
+import json
 import math
+from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.config import MAX_SEED, MAX_SHARDS, RunConfig, check_ranks
+from lockstep.config import MAX_SEED, MAX_SHARDS, RunConfig, check_batch, check_ranks
 from lockstep.errors import ConfigError
 
 
@@ -33,17 +36,17 @@ def test_equal_settings_are_equal_and_frozen():
 @pytest.mark.parametrize(
     ("name", "value", "sentence"),
     [
-        ("batch_size", 0, "A batch of 0 samples cannot be trained on. Use --batch-size 1 or more."),
-        ("batch_size", -5, "A batch of -5 samples cannot be trained on. Use --batch-size 1 or more."),
-        ("learning_rate", 0.0, "The learning rate 0.0 does not train. Use a positive number: --lr 0.2."),
-        ("learning_rate", -0.1, "The learning rate -0.1 does not train. Use a positive number: --lr 0.2."),
-        ("learning_rate", math.nan, "The learning rate nan does not train. Use a positive number: --lr 0.2."),
-        ("learning_rate", math.inf, "The learning rate inf does not train. Use a positive number: --lr 0.2."),
-        ("num_epochs", 0, "0 epochs leave nothing to do. Use --epochs 1 or more."),
-        ("num_shards", 0, "A batch cannot be cut into 0 shards. Use --shards 1 to 4096."),
-        ("num_shards", 4097, "A batch cannot be cut into 4097 shards. Use --shards 1 to 4096."),
-        ("seed", -1, "The seed -1 is out of range. Use --seed 0 to 4294967295."),
-        ("seed", 2**32, "The seed 4294967296 is out of range. Use --seed 0 to 4294967295."),
+        ("batch_size", 0, "A batch of 0 samples cannot be trained on. Use 1 or more (--batch-size)."),
+        ("batch_size", -5, "A batch of -5 samples cannot be trained on. Use 1 or more (--batch-size)."),
+        ("learning_rate", 0.0, "The learning rate 0.0 does not train. Use a positive number, like 0.2 (--lr)."),
+        ("learning_rate", -0.1, "The learning rate -0.1 does not train. Use a positive number, like 0.2 (--lr)."),
+        ("learning_rate", math.nan, "The learning rate nan does not train. Use a positive number, like 0.2 (--lr)."),
+        ("learning_rate", math.inf, "The learning rate inf does not train. Use a positive number, like 0.2 (--lr)."),
+        ("num_epochs", 0, "0 epochs leave nothing to do. Use 1 or more (--epochs)."),
+        ("num_shards", 0, "A batch cannot be cut into 0 shards. Use 1 to 4096 (--shards)."),
+        ("num_shards", 4097, "A batch cannot be cut into 4097 shards. Use 1 to 4096 (--shards)."),
+        ("seed", -1, "The seed -1 is out of range. Use 0 to 4294967295 (--seed)."),
+        ("seed", 2**32, "The seed 4294967296 is out of range. Use 0 to 4294967295 (--seed)."),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_value_and_the_option(name, value, sentence):
@@ -78,7 +81,7 @@ def test_there_are_at_most_as_many_devices_as_shards(num_ranks, num_shards):
     if num_ranks <= num_shards:
         check_ranks(num_ranks, num_shards)
     else:
-        with pytest.raises(ConfigError, match=f"--shards {num_ranks} "):
+        with pytest.raises(ConfigError, match=rf"Use at most {num_shards} devices, or {num_ranks} shards \(--shards;"):
             check_ranks(num_ranks, num_shards)
 
 
@@ -86,11 +89,74 @@ def test_there_are_at_most_as_many_devices_as_shards(num_ranks, num_shards):
 def test_too_many_devices_are_refused_with_both_ways_out(num_shards, shards):
     with pytest.raises(ConfigError) as refused:
         check_ranks(3, num_shards)
-    assert str(refused.value).startswith(f"3 devices cannot share {shards} some would never have work.")
-    assert f"Use at most {num_shards} devices, or --shards 3" in str(refused.value)
+    assert str(refused.value) == (
+        f"3 devices cannot share {shards} some would never have work. "
+        f"Use at most {num_shards} devices, or 3 shards (--shards; another run, with other bits)."
+    )
 
 
-@pytest.mark.parametrize("wrong", [{"batch_size": 2.5}, {"num_epochs": "3"}, {"seed": None}, {"learning_rate": "fast"}])
-def test_a_setting_of_another_type_is_refused(wrong):
-    with pytest.raises(ConfigError, match=r"must be a (whole )?number"):
-        RunConfig(**wrong)
+@given(batch_size=st.integers(1, 20), num_samples=st.integers(1, 20))
+def test_a_batch_is_at_most_as_large_as_the_data(batch_size, num_samples):
+    if batch_size <= num_samples:
+        check_batch(batch_size, num_samples, "mine.npz")
+    else:
+        with pytest.raises(ConfigError) as refused:
+            check_batch(batch_size, num_samples, "mine.npz")
+        assert str(refused.value) == (
+            f"A batch of {batch_size} samples is larger than mine.npz, which has {num_samples} for training. "
+            f"Use at most {num_samples} (--batch-size)."
+        )
+
+
+WHOLE = ("batch_size", "num_epochs", "num_shards", "seed")
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("wrong", [2.5, 2.0, "3", None, [3], np.float32(3)], ids=repr)
+def test_what_is_no_whole_number_is_refused(name, wrong):
+    with pytest.raises(ConfigError) as refused:
+        RunConfig(**{name: wrong})
+    assert str(refused.value) == f"{name} is {wrong!r}. It must be a whole number."
+
+
+@pytest.mark.parametrize("wrong", ["fast", None, [0.2], 1j, 10**400], ids=["text", "None", "list", "complex", "huge"])
+def test_a_learning_rate_that_is_no_number_is_refused(wrong):
+    with pytest.raises(ConfigError) as refused:
+        RunConfig(learning_rate=wrong)
+    assert str(refused.value) == f"The learning rate is {wrong!r}. It must be a number."
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("kind", [np.int64, np.uint8, np.int16])
+def test_whole_numbers_of_numpy_become_plain_ones(name, kind):
+    config = RunConfig(**{name: kind(3)})
+    assert type(getattr(config, name)) is int
+    assert config == RunConfig(**{name: 3})
+
+
+@pytest.mark.parametrize("given", [1, np.float64(1), np.float32(1), np.int64(1)], ids=repr)
+def test_the_learning_rate_becomes_a_plain_float(given):
+    config = RunConfig(learning_rate=given)
+    assert type(config.learning_rate) is float
+    assert config.learning_rate == 1.0
+
+
+def test_settings_from_numpy_are_recorded_as_json():
+    config = RunConfig(batch_size=np.int64(8), learning_rate=np.float32(0.5), seed=np.uint32(7))
+    recorded = json.loads(json.dumps(dataclasses.asdict(config)))
+    assert (recorded["batch_size"], recorded["learning_rate"], recorded["seed"]) == (8, 0.5, 7)
+
+
+def test_files_and_folders_of_data_mean_the_same_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = RunConfig(data="some/mine.npz", data_dir=Path("data"))
+    assert config.data == str(tmp_path / "some" / "mine.npz")
+    assert config.data_dir == tmp_path / "data"
+    assert RunConfig(data_dir="data").data_dir == tmp_path / "data"
+    monkeypatch.chdir("/")
+    assert dataclasses.replace(config) == config
+
+
+def test_a_named_data_set_stays_a_name_and_the_folder_to_record_in_stays_as_it_is_given():
+    config = RunConfig(data="fashion-mnist-mini", out=Path("runs/one"))
+    assert (config.data, config.out) == ("fashion-mnist-mini", Path("runs/one"))

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.device import Device, choose_devices
+from lockstep.device import MAX_DEVICES, Device, check_devices, choose_devices
 from lockstep.errors import DeviceError
 
 TWO_GPUS = [Device("cuda:0"), Device("cuda:1")]
@@ -99,12 +99,28 @@ def test_an_impossible_number_is_refused(wanted):
 
 
 def test_the_largest_number_is_good():
+    assert MAX_DEVICES == 4096
     assert choose_devices(4096, gpus=[])[-1] == "cpu:4095"
 
 
-def test_an_empty_list_is_refused():
+@pytest.mark.parametrize("wanted", [2.0, None, ("cpu:0", "cpu:1"), {"cpu:0"}, b"cpu:0"], ids=repr)
+def test_what_is_neither_a_number_nor_a_list_is_refused(wanted):
     with pytest.raises(DeviceError) as refused:
-        choose_devices([], TWO_GPUS)
+        choose_devices(wanted, TWO_GPUS)
+    assert str(refused.value) == f"{wanted!r} is neither a number of devices nor a list like cpu:0,cpu:1."
+
+
+@pytest.mark.parametrize("name", [0, None, 1.5])
+def test_a_list_of_other_things_is_refused(name):
+    with pytest.raises(DeviceError) as refused:
+        choose_devices([name], TWO_GPUS)
+    assert str(refused.value) == f"{name!r} is not the name of a device. Write cpu:0, cpu:1, cuda:0, ..."
+
+
+@pytest.mark.parametrize("check", [choose_devices, check_devices])
+def test_an_empty_list_is_refused(check):
+    with pytest.raises(DeviceError) as refused:
+        check([], TWO_GPUS)
     assert str(refused.value) == "The list of devices is empty. Give a number, or a list like cpu:0,cpu:1."
 
 
@@ -114,9 +130,10 @@ def test_an_empty_name_is_refused(wanted):
         choose_devices(wanted, TWO_GPUS)
 
 
-def test_cpu_and_gpu_together_are_refused():
+@pytest.mark.parametrize("check", [choose_devices, check_devices])
+def test_cpu_and_gpu_together_are_refused(check):
     with pytest.raises(DeviceError) as refused:
-        choose_devices("cpu:0,cuda:1", TWO_GPUS)
+        check([Device("cpu:0"), Device("cuda:1")], TWO_GPUS)
     assert str(refused.value) == (
         "cpu:0, cuda:1 mixes CPU and GPU: their kernels round differently, so the weights would "
         "depend on which device a shard lands on. List devices of one kind."
@@ -127,9 +144,10 @@ def test_cpu_and_gpu_together_are_refused():
     ("gpus", "has"),
     [([], "no GPU is visible on this machine"), (TWO_GPUS, "this machine has cuda:0, cuda:1")],
 )
-def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(gpus, has):
+@pytest.mark.parametrize("check", [choose_devices, check_devices])
+def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(gpus, has, check):
     with pytest.raises(DeviceError) as refused:
-        choose_devices(["cuda:2"], gpus)
+        check([Device("cuda:2")], gpus)
     assert str(refused.value) == f"There is no cuda:2: {has}. Use logical CPU devices: cpu:0,cpu:1."
 
 
@@ -137,3 +155,11 @@ def test_a_logical_device_listed_twice_is_refused_with_the_list_to_write():
     with pytest.raises(DeviceError) as refused:
         choose_devices("cpu:1,cpu,cpu:1", TWO_GPUS)
     assert str(refused.value) == ("cpu:1 is listed 2 times. Number logical CPU devices apart: cpu:0,cpu:1,cpu:2.")
+
+
+@pytest.mark.parametrize(
+    ("names", "gpus"),
+    [(["cpu:0", "cpu:0"], []), (["cpu:7"], TWO_GPUS), (["cuda:1", "cuda:0", "cuda:1"], TWO_GPUS)],
+)
+def test_devices_that_are_there_pass_the_check_however_often_they_are_listed(names, gpus):
+    check_devices([Device(name) for name in names], gpus)

@@ -1,12 +1,13 @@
 """The code in the documentation is run, top to bottom, as a reader would; links inside it lead somewhere."""
 
+import importlib
 import re
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -49,5 +50,33 @@ def test_links_lead_somewhere(page):
             assert (page.parent / target).exists(), f"{name(page)} links to {target}"
 
 
+def test_every_function_that_the_tour_names_is_there():
+    named = re.findall(r"`([\w/]+)\.py: ([\w.]+)`", (ROOT / "docs" / "tour.md").read_text())
+    assert len(named) > 20
+    for module, function in named:
+        assert_exists(module, function)
+
+
+def test_every_function_that_the_readme_names_is_there():
+    named = re.findall(r"^\| [^|]+ \| `([\w/]+)\.py` \| `([\w.]+)` \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len(named) > 10
+    for module, function in named:
+        assert_exists(module, function)
+
+
+def assert_exists(module: str, function: str) -> None:
+    found = importlib.import_module("lockstep." + module.replace("/", "."))
+    for part in function.split("."):
+        assert hasattr(found, part), f"{module}.py has no {function}"
+        found = getattr(found, part)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_no_page_has_a_gap_or_the_path_of_somebodys_machine(page):
+    text = page.read_text()
+    assert not re.search(r"@[A-Z_]+@", text)
+    assert not re.search(r"(?<![\w.])/(home|root|tmp|work|Users)/", text)
+
+
 def test_pages_exist():
-    assert len(PAGES) > 5
+    assert {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/tour.md"} <= {name(page) for page in PAGES}

@@ -47,6 +47,7 @@ class RunConfig:
             object.__setattr__(self, "learning_rate", float(self.learning_rate))
         except (TypeError, ValueError, OverflowError):
             raise ConfigError(f"The learning rate is {self.learning_rate!r}. It must be a number.") from None
+        object.__setattr__(self, "data", str(self.data))
         if self.data.endswith(".npz"):  # a run's record must mean the same file from any folder
             object.__setattr__(self, "data", str(Path(self.data).absolute()))
         if self.data_dir is not None:

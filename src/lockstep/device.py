@@ -1,5 +1,6 @@
 """What a device is called: `cpu:0` is a logical CPU device, `cuda:1` a GPU."""
 
+import operator
 import re
 from typing import NamedTuple
 
@@ -64,6 +65,8 @@ def choose_devices(wanted: int | str | list[str], gpus: list[Device]) -> list[De
     """
     if isinstance(wanted, str):
         wanted = int(wanted) if re.fullmatch(r"\s*[+-]?\d{1,9}\s*", wanted) else wanted.split(",")
+    if hasattr(wanted, "__index__"):
+        wanted = operator.index(wanted)
     if not isinstance(wanted, (int, list)):
         raise DeviceError(f"{wanted!r} is neither a number of devices nor a list like cpu:0,cpu:1.")
     if isinstance(wanted, int):

@@ -1,9 +1,11 @@
 """Data sets by name, or from a file."""
 
+import hashlib
+
 import numpy as np
 import pytest
 
-from lockstep.data import DATASETS, load_dataset
+from lockstep.data import DATASETS, Dataset, load_dataset
 from lockstep.errors import ConfigError, DataError
 
 
@@ -37,8 +39,9 @@ def test_an_unknown_name_is_refused_with_the_names_that_there_are():
 
 
 def test_the_mini_set_from_a_folder_is_refused(tmp_path):
-    with pytest.raises(DataError, match="leave --data-dir away"):
+    with pytest.raises(DataError) as refused:
         load_dataset("fashion-mnist-mini", tmp_path)
+    assert str(refused.value) == ("fashion-mnist-mini ships with Lockstep: leave --data-dir out, or use fashion-mnist.")
 
 
 def test_fashion_mnist_is_read_from_the_folder_that_the_user_names(tmp_path, tiny_fashion):
@@ -55,5 +58,44 @@ def test_a_folder_without_fashion_mnist_is_refused(tmp_path):
 
 
 def test_a_folder_with_an_impossible_name_is_refused(tmp_path):
-    with pytest.raises(DataError):
+    with pytest.raises(DataError) as refused:
         load_dataset("fashion-mnist", tmp_path / ("a" * 300))
+    assert str(refused.value) == (
+        f"{tmp_path / ('a' * 300)} cannot be read: File name too long. Name a folder that has Fashion-MNIST's files."
+    )
+
+
+# --- what tells one data set from another
+
+SMALL = {
+    "X_train": np.arange(12, dtype=np.uint8).reshape(3, 1, 2, 2),
+    "y_train": np.array([0, 1, 2]),
+    "X_test": np.arange(8, dtype=np.uint8).reshape(2, 1, 2, 2),
+    "y_test": np.array([2, 0]),
+}
+
+
+def test_the_hash_is_that_of_all_samples_and_labels_whatever_the_name():
+    content = b"".join(array.tobytes() for array in SMALL.values())
+    assert Dataset("one", **SMALL).sha256 == Dataset("other", **SMALL).sha256 == hashlib.sha256(content).hexdigest()
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_one_other_entry_is_another_hash(name):
+    other = SMALL[name].copy()
+    other.flat[-1] += 1
+    assert Dataset("mine", **{**SMALL, name: other}).sha256 != Dataset("mine", **SMALL).sha256
+
+
+def test_the_hash_does_not_depend_on_the_file_that_the_arrays_came_in(tmp_path):
+    np.savez(tmp_path / "mine.npz", **SMALL)
+    packed = {**SMALL, "X_train": np.asfortranarray(SMALL["X_train"]), "y_test": SMALL["y_test"].astype(">i2")}
+    np.savez_compressed(tmp_path / "packed.npz", **packed)
+    hashes = {load_dataset(str(tmp_path / name)).sha256 for name in ("mine.npz", "packed.npz")}
+    assert hashes == {Dataset("mine", **SMALL).sha256}
+
+
+def test_the_mini_set_is_always_the_same():
+    assert load_dataset("fashion-mnist-mini").sha256 == (
+        "60250b5fb8784e8f3e359edc0472cfcff431bb3502d2da5047ec591666709c2e"
+    )

@@ -1,9 +1,11 @@
 """Where Fashion-MNIST comes from: the order of sources, downloads that break off, Debian's package."""
 
 import contextlib
+import errno
 import gzip
 import io
 import os
+import pwd
 import shutil
 import tempfile
 import threading
@@ -167,9 +169,74 @@ def test_nothing_else_is_tried_when_the_user_names_a_folder(tmp_path, cache, mir
     with pytest.raises(DataError) as refused:
         find_or_fetch(mine, mirrors=(mirror.url,))
     assert str(refused.value) == (
-        f"{mine} does not have Fashion-MNIST. Put these files there, packed or not: {', '.join(NAMES)}."
+        f"{mine} does not have Fashion-MNIST. Put these files there, packed or not: {', '.join(NAMES[1:])}."
     )
     assert mirror.seen == []
+
+
+def named_refusal(folder):
+    with pytest.raises(DataError) as refused:
+        find_or_fetch(folder, mirrors=())
+    return str(refused.value)
+
+
+def test_the_missing_files_are_named_whether_the_others_are_packed_or_not(tmp_path, tiny_fashion):
+    mine = fill(tmp_path / "mine", {})
+    assert named_refusal(mine).endswith(f": {', '.join(NAMES)}.")
+    (mine / NAMES[1].removesuffix(".gz")).write_bytes(gzip.decompress(tiny_fashion[NAMES[1]]))
+    (mine / NAMES[2]).write_bytes(tiny_fashion[NAMES[2]])
+    assert named_refusal(mine).endswith(f": {NAMES[0]}, {NAMES[3]}.")
+
+
+def test_a_named_folder_that_is_not_there_is_refused(tmp_path):
+    assert named_refusal(tmp_path / "mine") == (
+        f"There is no folder {tmp_path / 'mine'}. Name the one that has Fashion-MNIST's files, or leave --data-dir out."
+    )
+
+
+def test_a_file_in_place_of_the_named_folder_is_refused(tmp_path):
+    (tmp_path / "mine").write_bytes(b"")
+    assert named_refusal(tmp_path / "mine") == (
+        f"{tmp_path / 'mine'} cannot be read: Not a directory. Name a folder that has Fashion-MNIST's files."
+    )
+
+
+def test_a_named_folder_that_may_not_be_read_is_refused(tmp_path, monkeypatch):
+    def denied(path):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", denied)
+    assert named_refusal(tmp_path) == (
+        f"{tmp_path} cannot be read: Permission denied. Name a folder that has Fashion-MNIST's files."
+    )
+
+
+@pytest.fixture
+def no_home(monkeypatch):
+    """A user without a home folder, as in a container that runs under any number."""
+
+    def unknown(number):
+        raise KeyError(number)
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+
+
+@pytest.mark.parametrize("ask", [cache_folder, locate, find_or_fetch])
+def test_without_a_home_folder_the_error_says_what_to_set(no_home, ask):
+    with pytest.raises(DataError) as refused:
+        ask()
+    assert str(refused.value) == (
+        "There is no home folder to keep data in. Set XDG_CACHE_HOME, or name the data's folder with --data-dir."
+    )
+
+
+def test_without_a_home_folder_both_ways_out_work(no_home, monkeypatch, tmp_path, tiny_fashion):
+    mine = fill(tmp_path / "mine", tiny_fashion)
+    assert find_or_fetch(mine) == mine
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "lockstep" / "fashion-mnist"
 
 
 def test_the_cache_comes_before_the_system(cache, mirror, tiny_fashion):
@@ -504,7 +571,7 @@ def test_a_package_with_other_content_is_refused_and_nothing_of_it_stays(fake_de
 @pytest.mark.parametrize("missing", ["apt-get", "dpkg-deb"])
 def test_another_system_is_told_apart(fake_debian, cache, missing):
     (fake_debian.bin / missing).unlink()
-    assert debian_refusal(cache).endswith("on this machine")
+    assert debian_refusal(cache) == f"no {missing} on this machine"
     assert fake_debian.commands() == []
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.report.events import EpochDone, Result, RunStarted
+from lockstep.report.events import EpochDone, Result, RunStarted, RunStopped
 
 CONFIG = {
     "model": "lenet",
@@ -25,6 +25,7 @@ def make_started():
     def make(keeps_bits: bool = True, **settings: Any) -> RunStarted:
         return RunStarted(
             config={**CONFIG, **settings},
+            data_sha256="cd" * 32,
             devices=["cpu:0", "cpu:1"],
             num_train_samples=2000,
             num_test_samples=500,
@@ -53,5 +54,22 @@ def make_result():
             "params": {"W1": np.arange(6, dtype=np.float32).reshape(2, 3), "b1": np.array([-0.0, 1e-40], np.float32)},
         }
         return Result(**{**good, **values})
+
+    return make
+
+
+@pytest.fixture
+def make_stopped(make_result):
+    """A run that cannot go on, after so many finished epochs."""
+
+    def make(num_epochs: int) -> RunStopped:
+        done = make_result()
+        return RunStopped(
+            epoch=num_epochs + 1,
+            step=8 * num_epochs + 3,
+            reason="the loss is no longer a number",
+            history=done.history[:num_epochs],
+            params=done.params if num_epochs else {},
+        )
 
     return make

@@ -35,3 +35,9 @@ def test_the_summary_has_everything_but_the_parameters(make_result):
 
 def test_a_result_is_shown_without_its_parameters(make_result):
     assert "params" not in repr(make_result())
+
+
+def test_what_there_is_of_a_run_is_shown_without_its_parameters(make_stopped):
+    shown = repr(make_stopped(1))
+    assert "params" not in shown
+    assert "reason='the loss is no longer a number'" in shown

@@ -1,7 +1,11 @@
 """A run's folder: what is in it and when; and a folder from anybody, read without harm."""
 
+import dataclasses
 import errno
 import json
+import os
+import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,11 +16,15 @@ from safetensors.numpy import load, save
 from lockstep.errors import ConfigError, RunError
 from lockstep.report import runlog
 from lockstep.report.events import EpochDone, RunDone, StepDone
-from lockstep.report.runlog import RunLog, check_new_folder, read_run, to_json, write_whole
+from lockstep.report.runlog import RunLog, check_new_folder, new_folder, read_run, to_json, write_whole
 
 
 def names_in(folder):
     return sorted(path.name for path in folder.iterdir())
+
+
+def lines_in(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 # --- writing
@@ -35,10 +43,10 @@ def test_a_run_leaves_its_five_files(tmp_path, make_started, make_result):
     log.write(RunDone(result))
     assert names_in(folder) == ["config.json", "curve.png", "metrics.jsonl", "result.json", "weights.safetensors"]
 
-    assert json.loads((folder / "config.json").read_text()) == make_started().config
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert json.loads((folder / "config.json").read_text()) == {**make_started().config, "data_sha256": "cd" * 32}
+    lines = lines_in(folder)
     assert [line.pop("event") for line in lines] == ["started", "epoch", "epoch", "done"]
-    assert lines[0]["devices"] == ["cpu:0", "cpu:1"]
+    assert lines[0] == dataclasses.asdict(make_started())
     assert lines[1] == {"epoch": 1, "seconds": 12.0, "train_loss": 1.5, "test_accuracy": 0.7}
     assert lines[3]["weights_sha256"] == result.weights_sha256
     assert json.loads((folder / "result.json").read_text()) == result.summary()
@@ -73,13 +81,16 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
 
 def test_a_folder_below_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(ConfigError):
-        check_new_folder(tmp_path / "file" / "run")
+    folder = tmp_path / "file" / "one" / "two"
+    with pytest.raises(ConfigError) as refused:
+        check_new_folder(folder)
+    assert str(refused.value) == f"{folder} cannot be made: {tmp_path / 'file'} is a file. Choose another --out."
 
 
 def test_a_folder_with_an_impossible_name_is_refused(tmp_path):
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError) as refused:
         check_new_folder(tmp_path / ("a" * 300))
+    assert str(refused.value) == f"{tmp_path / ('a' * 300)} cannot be used: File name too long. Choose another --out."
 
 
 @pytest.mark.parametrize("exists", [True, False])
@@ -87,9 +98,113 @@ def test_a_place_that_may_not_be_written_to_is_refused(tmp_path, monkeypatch, ex
     folder = tmp_path if exists else tmp_path / "one" / "two"
     asked = []
     monkeypatch.setattr(runlog.os, "access", lambda path, mode: asked.append(path))
-    with pytest.raises(ConfigError, match=r"is not writable\. Choose another --out"):
+    with pytest.raises(ConfigError) as refused:
         check_new_folder(folder)
+    assert str(refused.value) == f"{folder} cannot be used: {tmp_path} is not writable. Choose another --out."
     assert asked == [tmp_path]
+
+
+def test_a_folder_that_may_not_be_listed_is_refused(tmp_path, monkeypatch):
+    def denied(path):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", denied)
+    with pytest.raises(ConfigError) as refused:
+        RunLog(tmp_path)
+    assert str(refused.value) == f"{tmp_path} cannot be used: Permission denied. Choose another --out."
+    assert isinstance(refused.value.__cause__, PermissionError)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="Nothing is forbidden to root.")
+@pytest.mark.parametrize(
+    ("mode", "below", "problem"),
+    [(0o300, "", "Permission denied"), (0o500, "", "{} is not writable"), (0o500, "a/b", "{} is not writable")],
+)
+def test_a_forbidden_folder_is_refused(tmp_path, mode, below, problem):
+    forbidden = tmp_path / "forbidden"
+    forbidden.mkdir(mode=mode)
+    with pytest.raises(ConfigError) as refused:
+        RunLog(forbidden / below)
+    assert str(refused.value) == (
+        f"{forbidden / below} cannot be used: {problem.format(forbidden)}. Choose another --out."
+    )
+
+
+def test_of_two_runs_in_one_folder_the_second_is_refused_and_writes_nothing(tmp_path, make_started):
+    folder = tmp_path / "run"
+    first, second = RunLog(folder), RunLog(folder)
+    first.write(make_started())
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(ConfigError) as refused:
+        second.write(make_started(seed=1))
+    assert str(refused.value) == f"Another run has just started in {folder}. Choose another --out."
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    first.write(EpochDone(1, 1.0, 1.0, 0.5))
+    assert [line["event"] for line in lines_in(folder)] == ["started", "epoch"]
+
+
+def test_of_many_runs_that_start_at_the_same_moment_one_gets_the_folder(tmp_path, make_started):
+    logs = [RunLog(tmp_path / "run") for _ in range(8)]
+    meeting, outcomes = threading.Barrier(len(logs), timeout=20), []
+
+    def start(log):
+        meeting.wait()
+        try:
+            log.write(make_started())
+            outcomes.append("started")
+        except ConfigError:
+            outcomes.append("refused")
+
+    threads = [threading.Thread(target=start, args=(log,)) for log in logs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(outcomes) == ["refused"] * 7 + ["started"]
+    assert [line["event"] for line in lines_in(tmp_path / "run")] == ["started"]
+
+
+def test_a_new_folder_is_named_after_the_run_and_the_time_and_is_never_one_that_is_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runlog.time, "strftime", lambda form: f"time({form})")
+    first = Path("runs/lenet-time(%Y%m%d-%H%M%S)")
+    assert new_folder("lenet") == first
+    assert names_in(tmp_path) == []
+    first.mkdir(parents=True)
+    assert new_folder("lenet") == Path(f"{first}-2")
+    Path(f"{first}-2").write_text("a file is in the way as well")
+    assert new_folder("lenet") == Path(f"{first}-3")
+
+
+@pytest.mark.parametrize("num_epochs", [1, 2])
+def test_a_run_that_stops_leaves_what_there_is_of_it(tmp_path, make_started, make_stopped, num_epochs):
+    log, stopped = RunLog(tmp_path), make_stopped(num_epochs)
+    for event in (make_started(), *stopped.history, stopped):
+        log.write(event)
+    assert names_in(tmp_path) == ["config.json", "curve.png", "metrics.jsonl", "weights.safetensors"]
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    lines = lines_in(tmp_path)
+    assert [line["event"] for line in lines] == ["started", *["epoch"] * num_epochs, "stopped"]
+    assert lines[-1] == {
+        "event": "stopped",
+        "epoch": num_epochs + 1,
+        "step": 8 * num_epochs + 3,
+        "reason": "the loss is no longer a number",
+    }
+    _, weights = read_run(tmp_path)
+    assert {name: array.tobytes() for name, array in weights.items()} == {
+        name: array.tobytes() for name, array in stopped.params.items()
+    }
+
+
+def test_a_run_that_stops_in_its_first_epoch_has_no_weights(tmp_path, make_started, make_stopped):
+    log = RunLog(tmp_path)
+    log.write(make_started())
+    log.write(make_stopped(0))
+    assert names_in(tmp_path) == ["config.json", "metrics.jsonl"]
+    assert [line["event"] for line in lines_in(tmp_path)] == ["started", "stopped"]
+    with pytest.raises(ConfigError, match=r"has not finished: it has no weights\.safetensors"):
+        read_run(tmp_path)
 
 
 def test_numbers_that_are_not_finite_become_null(tmp_path, make_started):
@@ -121,8 +236,17 @@ def test_what_is_written_is_always_json(value):
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("name", ["config.json", "weights.safetensors", "curve.png", "result.json"])
-def test_a_failing_write_leaves_no_part_and_says_so(tmp_path, monkeypatch, make_started, make_result, name):
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        ("config.json", None),
+        *((name, "done") for name in ("weights.safetensors", "curve.png", "result.json")),
+        *((name, "stopped") for name in ("weights.safetensors", "curve.png")),
+    ],
+)
+def test_a_failing_write_leaves_no_part_and_says_so(
+    tmp_path, monkeypatch, make_started, make_result, make_stopped, name, end
+):
     folder = tmp_path / "run"
 
     def fails_on_one(path, write):
@@ -136,9 +260,9 @@ def test_a_failing_write_leaves_no_part_and_says_so(tmp_path, monkeypatch, make_
 
     monkeypatch.setattr(runlog, "write_whole", fails_on_one)
     log = RunLog(folder)
-    if name != "config.json":
+    if end is not None:
         log.write(make_started())
-    event = make_started() if name == "config.json" else RunDone(make_result())
+    event = {None: make_started(), "done": RunDone(make_result()), "stopped": make_stopped(2)}[end]
     with pytest.raises(RunError) as failed:
         log.write(event)
     assert str(failed.value) == (
@@ -213,7 +337,7 @@ def test_what_a_run_wrote_is_read_again(tmp_path, make_started, make_result):
     log.write(make_started())
     log.write(RunDone(result))
     config, weights = read_run(tmp_path)
-    assert config == make_started().config
+    assert config == {**make_started().config, "data_sha256": "cd" * 32}
     assert weights.keys() == result.params.keys()
     for name, array in result.params.items():
         assert weights[name].shape == array.shape

@@ -96,6 +96,8 @@ def _what_is_wrong_with(data_dir: Path) -> str:
     except OSError as problem:
         return f"{data_dir} cannot be read: {problem.strerror}. Name a folder that has Fashion-MNIST's files."
     missing = [f"{file.name}.gz" for file in FILES if not {file.name, f"{file.name}.gz"} & there]
+    if not missing:
+        return f"The files in {data_dir} cannot be read. Check their permissions, or name another folder."
     return f"{data_dir} does not have Fashion-MNIST. Put these files there, packed or not: {', '.join(missing)}."
 
 

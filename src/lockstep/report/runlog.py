@@ -99,7 +99,7 @@ def check_new_folder(folder: Path) -> None:
         deepest = next(place for place in (folder, *folder.absolute().parents) if place.exists())
         if not deepest.is_dir():
             raise ConfigError(f"{folder} cannot be made: {deepest} is a file. Choose another --out.")
-        if not os.access(deepest, os.W_OK):
+        if not os.access(deepest, os.W_OK | os.X_OK):
             raise ConfigError(f"{folder} cannot be used: {deepest} is not writable. Choose another --out.")
     except OSError as problem:
         raise ConfigError(f"{folder} cannot be used: {problem.strerror}. Choose another --out.") from problem
