@@ -76,8 +76,15 @@ SMALL = {
 
 
 def test_the_hash_is_that_of_all_samples_and_labels_whatever_the_name():
-    content = b"".join(array.tobytes() for array in SMALL.values())
+    kinds = ",".join(f"{array.dtype}{array.shape}" for array in SMALL.values()).encode()
+    content = kinds + b"".join(array.tobytes() for array in SMALL.values())
     assert Dataset("one", **SMALL).sha256 == Dataset("other", **SMALL).sha256 == hashlib.sha256(content).hexdigest()
+
+
+def test_the_same_bytes_in_another_shape_are_another_hash():
+    turned = {**SMALL, "X_train": SMALL["X_train"].swapaxes(-1, -2).reshape(len(SMALL["X_train"]), -1)}
+    flat = {**SMALL, "X_train": SMALL["X_train"].reshape(len(SMALL["X_train"]), -1)}
+    assert len({Dataset("mine", **arrays).sha256 for arrays in (SMALL, flat, turned)}) == 3
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -97,5 +104,5 @@ def test_the_hash_does_not_depend_on_the_file_that_the_arrays_came_in(tmp_path):
 
 def test_the_mini_set_is_always_the_same():
     assert load_dataset("fashion-mnist-mini").sha256 == (
-        "60250b5fb8784e8f3e359edc0472cfcff431bb3502d2da5047ec591666709c2e"
+        "8df38dac5bda0ef0cce643d8647c2cb5f675ebdba51bf06bfd864984f0188dfc"
     )
