@@ -104,8 +104,11 @@ def test_allreduce_works_on_whole_numbers_and_scalars():
 def test_allreduce_refuses_what_cannot_be_added():
     with pytest.raises(ConfigError, match="one shape, and got"):
         lockstep.allreduce([torch.ones(2), torch.ones(3)])
-    with pytest.raises(ConfigError, match="empty list"):
-        lockstep.allreduce([])
+    for wrong in ([], (torch.ones(2), torch.ones(2)), torch.ones(2, 3)):
+        with pytest.raises(ConfigError, match="changes the entries of a list"):
+            lockstep.allreduce(wrong)
+    with pytest.raises(ConfigError, match="A NoneType is not a tensor"):
+        lockstep.allreduce([torch.ones(2), None])
 
 
 # --- split_batch: one edition drops the remainder, one refuses it, one leaves devices without a part ---
@@ -219,8 +222,17 @@ def test_a_model_that_raises_is_named_with_rank_device_and_line():
 
 def test_train_batch_refuses_what_cannot_be():
     X, y = torch.rand(4, 1, 28, 28), torch.arange(4)
-    with pytest.raises(ConfigError, match="1 lists of parameters for 2 devices"):
+    with pytest.raises(ConfigError, match="one list for each of the 2 devices"):
         lockstep.train_batch(X, y, replicas_on(["cpu:0"]), TWO, lr=0.2)
+    with pytest.raises(ConfigError, match="one list for each of the 2 devices"):
+        lockstep.train_batch(X, y, [torch.ones(4), torch.ones(4)], TWO, lr=0.2)
+    with pytest.raises(ConfigError, match=r"lenet takes 8 parameters \(W1, .*, and got 1.*net="):
+        lockstep.train_batch(X, y, [[torch.ones(4)], [torch.ones(4)]], TWO, lr=0.2)
+    with pytest.raises(ConfigError, match="device 1 have other shapes"):
+        lockstep.train_batch(X, y, [[torch.ones(4)], [torch.ones(5)]], TWO, lr=0.2)
+    for wrong in (2, "cpu:0"):
+        with pytest.raises(ConfigError, match="is not a list of devices"):
+            lockstep.split_batch(X, y, wrong)
     with pytest.raises(ConfigError, match="The batch is empty"):
         lockstep.train_batch(X[:0], y[:0], replicas_on(TWO), TWO, lr=0.2)
     with pytest.raises(ConfigError, match="2 devices cannot share 1 shard:"):
@@ -230,6 +242,26 @@ def test_train_batch_refuses_what_cannot_be():
     doubles = [[param.detach().double() for param in params] for params in replicas_on(TWO)]
     with pytest.raises(ConfigError, match=r"Parameter 0 holds torch.float64. Lockstep trains float32"):
         lockstep.train_batch(X, y, doubles, TWO, lr=0.2)
+
+
+def test_replicas_that_differ_are_refused_not_trained_as_two_models():
+    X, y = torch.rand(4, 1, 28, 28), torch.arange(4)
+    device_params = replicas_on(TWO)
+    with torch.no_grad():
+        device_params[1][7][3] += 1
+    with pytest.raises(ConfigError, match="device 1 are not those for device 0"):
+        lockstep.train_batch(X, y, device_params, TWO, lr=0.2)
+    with pytest.raises(ConfigError, match="device 1 are not those for device 0"):
+        lockstep.evaluate_accuracy(X, y, device_params, TWO)
+
+
+def test_get_params_takes_a_modules_parameters_and_a_mapping():
+    module = torch.nn.Linear(2, 3)
+    from_generator = lockstep.get_params(module.parameters(), "cpu:0")
+    from_mapping = lockstep.get_params(module.state_dict(), "cpu:0")
+    assert [tuple(p.shape) for p in from_generator] == [tuple(p.shape) for p in from_mapping] == [(3, 2), (3,)]
+    with pytest.raises(ConfigError, match=r"torch\.from_numpy"):
+        lockstep.get_params(lockstep.init_lenet(seed=0), "cpu:0")
 
 
 def test_a_model_that_draws_random_numbers_is_refused_and_nothing_has_changed():

@@ -7,7 +7,7 @@ What is wrong in one or another edition of the text is mended here:
   refuses, one leaves devices without a part), and works for logical CPU devices too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from lockstep.backends import Backend, Tensor, backend_of, devices_for, load_backend, places_for
@@ -19,7 +19,7 @@ from lockstep.errors import ConfigError, RunError
 from lockstep.evaluate import num_correct
 from lockstep.exchange import schedule_for
 from lockstep.exchange.nodes import Node
-from lockstep.layout import Layout
+from lockstep.layout import Layout, sha256_of
 from lockstep.models import Forward, cross_entropy_sum
 from lockstep.models.lenet import init_lenet, lenet
 from lockstep.report.events import Result
@@ -63,8 +63,10 @@ def devices(wanted: int | str | list[str] | None = None, backend: str = "torch")
     return devices_for(load_backend(backend), wanted)
 
 
-def get_params(params: Sequence[Tensor], device: str) -> list[Tensor]:
+def get_params(params: Iterable[Tensor], device: str) -> list[Tensor]:
     """A copy of the parameters on `device`, ready to get gradients. Always a copy, also on the same device.
+
+    `params` is a list of tensors, or anything that yields them, like `module.parameters()`.
 
     >>> import torch
     >>> params = [torch.zeros(2)]
@@ -72,6 +74,7 @@ def get_params(params: Sequence[Tensor], device: str) -> list[Tensor]:
     >>> replica[0].requires_grad, replica[0].data_ptr() == params[0].data_ptr()
     (True, False)
     """
+    params = list(params.values() if isinstance(params, Mapping) else params)
     if not params:
         raise ConfigError("get_params got no parameters. Give it a list of tensors.")
     backend = backend_of(params[0])
@@ -89,12 +92,14 @@ def allreduce(data: list[Tensor], exchange: str = "sharded") -> list[Tensor]:
     >>> allreduce(data)
     [tensor([[3., 3.]]), tensor([[3., 3.]])]
     """
-    if not data:
-        raise ConfigError("allreduce got an empty list. Give it one tensor for each device.")
+    if not isinstance(data, list) or not data:
+        raise ConfigError("allreduce changes the entries of a list, one tensor for each device. Give it such a list.")
+    backend = backend_of(data[0])
+    for entry in data:
+        backend_of(entry)  # a gradient that is not there yet is None: say so here
     shapes = {tuple(entry.shape) for entry in data}
     if len(shapes) > 1:
         raise ConfigError(f"allreduce adds tensors of one shape, and got {', '.join(map(str, sorted(shapes)))}.")
-    backend = backend_of(data[0])
     num_ranks = len(data)
     schedule = schedule_for(exchange, tuple(range(rank, rank + 1) for rank in range(num_ranks)))
     places = [backend.device_of(entry) for entry in data]
@@ -252,9 +257,9 @@ def _check_pairs(X: Tensor, y: Tensor) -> None:
 
 
 def _check_replicas(backend: Backend, device_params: list[list[Tensor]], devices: Sequence[str]) -> list[Device]:
-    if len(device_params) != len(devices):
+    if len(device_params) != len(devices) or not all(isinstance(params, list) for params in device_params):
         raise ConfigError(
-            f"{len(device_params)} lists of parameters for {len(devices)} devices. Give one for each device: "
+            f"The parameters must be one list for each of the {len(devices)} devices: "
             f"[get_params(params, device) for device in devices]."
         )
     for number, param in enumerate(param for params in device_params for param in params):
@@ -266,10 +271,22 @@ def _check_replicas(backend: Backend, device_params: list[list[Tensor]], devices
 
 
 def _replicas(engine: InProcess, layout: Layout, device_params: list[list[Tensor]]) -> list[Tensor]:
+    """Every device's parameters as one flat vector, once they were found to be the same on all devices."""
+
     def flatten(rank: int, device: Device, params: list[Tensor]) -> Tensor:
+        if [tuple(param.shape) for param in params] != list(layout.shapes):
+            raise ConfigError(f"The parameters for device {rank} have other shapes than those for device 0.")
         return engine.backend.flatten(layout, params, device)
 
-    return engine.each("replicate", flatten, device_params)
+    replicas = engine.each("replicate", flatten, device_params)
+    hashes = engine.each("replicate", lambda rank, device, flat: sha256_of([engine.backend.to_numpy(flat)]), replicas)
+    for rank, found in enumerate(hashes):
+        if found != hashes[0]:
+            raise ConfigError(
+                f"The parameters for device {rank} are not those for device 0, so they would be trained as two models. "
+                f"Copy one set to every device: [get_params(params, device) for device in devices]."
+            )
+    return replicas
 
 
 def _layout(params: list[Tensor]) -> Layout:

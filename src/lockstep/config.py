@@ -49,9 +49,9 @@ class RunConfig:
             raise ConfigError(f"The learning rate is {self.learning_rate!r}. It must be a number.") from None
         object.__setattr__(self, "data", str(self.data))
         if self.data.endswith(".npz"):  # a run's record must mean the same file from any folder
-            object.__setattr__(self, "data", str(Path(self.data).absolute()))
+            object.__setattr__(self, "data", str(Path(self.data).resolve()))
         if self.data_dir is not None:
-            object.__setattr__(self, "data_dir", Path(self.data_dir).absolute())
+            object.__setattr__(self, "data_dir", Path(self.data_dir).resolve())
         if self.batch_size < 1:
             raise ConfigError(
                 f"A batch of {self.batch_size} samples cannot be trained on. Use 1 or more (--batch-size)."

@@ -15,7 +15,7 @@ from lockstep.data.order import sample_order
 from lockstep.data.sources import Progress, no_progress
 from lockstep.device import Device
 from lockstep.engines import ENGINES, Engine
-from lockstep.errors import RunError
+from lockstep.errors import Interrupted, RunError
 from lockstep.evaluate import num_correct
 from lockstep.exchange import EXCHANGES, KEEPS_THE_TREE
 from lockstep.layout import Array, layout_of, sha256_of
@@ -66,42 +66,57 @@ def train(config: RunConfig, prepared: Prepared) -> Generator[Event, None, None]
         replicas = engine.replicate(layout.flatten(list(initial.values())))
         train_set = Samples(engine, data.X_train, data.y_train)
         test_set = Samples(engine, data.X_test, data.y_test)
-        yield RunStarted(
-            config=asdict(config),
-            data_sha256=data.sha256,
-            devices=[str(device) for device in devices],
-            num_train_samples=num_train,
-            num_test_samples=num_test,
-            num_parameters=layout.num_parameters,
-            steps_per_epoch=math.ceil(num_train / config.batch_size),
-            keeps_bits=config.exchange in KEEPS_THE_TREE,
-        )
-        for epoch in range(1, config.num_epochs + 1):
-            began = time.perf_counter()
-            losses: list[float] = []
-            order = engine.place(sample_order(config.seed, epoch - 1, num_train))
-            for start in range(0, num_train, config.batch_size):
-                batch = train_set.batch(order, start, min(start + config.batch_size, num_train))
-                replicas, own_losses = train_step(engine, loss_sum, layout, replicas, batch, config.num_shards, rule)
-                losses += [loss for of_rank in engine.gather(own_losses) for loss in of_rank]
-                step += 1
-                if not all(map(math.isfinite, losses[-config.num_shards :])):
-                    yield from _stop(config, epoch, step, "the loss is no longer a number", history, params)
-                yield StepDone(epoch, step, batch.num_samples)
-            seconds = time.perf_counter() - began
-            flat = backend.to_numpy(replicas[0])
-            if not np.isfinite(flat).all():
-                yield from _stop(config, epoch, step, "a weight is no longer a number", history, params)
-            params = dict(zip(layout.names, layout.unflatten(flat), strict=True))
-            history.append(
-                EpochDone(
-                    epoch=epoch,
-                    seconds=seconds,
-                    train_loss=math.fsum(losses) / num_train,  # rounded once, at the end: the order does not matter
-                    test_accuracy=num_correct(engine, model.forward, layout, replicas, test_set.all()) / num_test,
-                )
+        try:
+            yield RunStarted(
+                config=asdict(config),
+                data_sha256=data.sha256,
+                devices=[str(device) for device in devices],
+                num_train_samples=num_train,
+                num_test_samples=num_test,
+                num_parameters=layout.num_parameters,
+                steps_per_epoch=math.ceil(num_train / config.batch_size),
+                keeps_bits=config.exchange in KEEPS_THE_TREE,
             )
-            yield history[-1]
+            for epoch in range(1, config.num_epochs + 1):
+                began = time.perf_counter()
+                losses: list[float] = []
+                order = engine.place(sample_order(config.seed, epoch - 1, num_train))
+                for start in range(0, num_train, config.batch_size):
+                    batch = train_set.batch(order, start, min(start + config.batch_size, num_train))
+                    try:
+                        replicas, own_losses = train_step(
+                            engine, loss_sum, layout, replicas, batch, config.num_shards, rule
+                        )
+                    except KeyboardInterrupt:
+                        yield RunStopped(epoch, step, "interrupted", history, params)
+                        raise Interrupted(
+                            f"interrupted in epoch {epoch}, after step {step}.{_kept(config, history)}"
+                        ) from None
+                    losses += [loss for of_rank in engine.gather(own_losses) for loss in of_rank]
+                    step += 1
+                    if not all(map(math.isfinite, losses[-config.num_shards :])):
+                        yield from _stop(config, epoch, step, "the loss is no longer a number", history, params)
+                    yield StepDone(epoch, step, batch.num_samples)
+                seconds = time.perf_counter() - began
+                flat = backend.to_numpy(replicas[0])
+                if not np.isfinite(flat).all():
+                    yield from _stop(config, epoch, step, "a weight is no longer a number", history, params)
+                correct = num_correct(engine, model.forward, layout, replicas, test_set.all())
+                params = dict(zip(layout.names, layout.unflatten(flat), strict=True))
+                history.append(
+                    EpochDone(
+                        epoch=epoch,
+                        seconds=seconds,
+                        train_loss=math.fsum(losses) / num_train,  # rounded once, at the end: the order does not matter
+                        test_accuracy=correct / num_test,
+                    )
+                )
+                yield history[-1]
+        except KeyboardInterrupt:
+            epoch = len(history) + 1
+            yield RunStopped(epoch, step, "interrupted", history, params)
+            sentence = f"interrupted in epoch {epoch}, after step {step}.{_kept(config, history)}"
+            raise Interrupted(sentence) from None
 
     seconds_per_epoch = sum(done.seconds for done in history) / len(history)
     yield RunDone(
@@ -125,8 +140,12 @@ def _stop(
     """Hands out what there is, then ends the run with a sentence."""
     reason = f"epoch {epoch}, step {step}: {what}. The learning rate {config.learning_rate:g} is likely too large"
     yield RunStopped(epoch, step, reason, history, params)
-    kept = ""
-    if config.out is not None:
-        has = f" and the weights after epoch {len(history)}" if history else ""
-        kept = f" The metrics{has} are in {config.out}."
-    raise RunError(f"{reason}; try a smaller one.{kept}")
+    raise RunError(f"{reason}; try a smaller one.{_kept(config, history)}")
+
+
+def _kept(config: RunConfig, history: list[EpochDone]) -> str:
+    """Where to find what there is of a run that stopped."""
+    if config.out is None:
+        return ""
+    has = f" and the weights after epoch {len(history)}" if history else ""
+    return f" The metrics{has} are in {config.out}. To begin anew, remove it or choose another --out."

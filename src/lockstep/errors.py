@@ -6,7 +6,8 @@ LockstepError
 |  |- DeviceError  2  a device that this machine does not have
 |  `- BackendError 2  a framework that is missing, or cannot do what was asked
 `- RunError        1  the run was started and failed
-   `- RankError    1  ... on one rank, in one phase; the cause is `__cause__`
+   |- RankError    1  ... on one rank, in one phase; the cause is `__cause__`
+   `- Interrupted 130  ... because the user ended it
 """
 
 
@@ -46,3 +47,9 @@ class RankError(RunError):
         at = f" (at {where})" if where else ""
         super().__init__(f"rank {rank} ({device}), during {phase}: {type(cause).__name__}: {cause}{at}")
         self.__cause__ = cause
+
+
+class Interrupted(RunError):
+    """The user ended the run (Ctrl-C)."""
+
+    exit_status = 130

@@ -5,7 +5,7 @@ from contextlib import closing
 from lockstep.config import RunConfig
 from lockstep.epochs import prepare, train
 from lockstep.report.console import Console, fetch_progress
-from lockstep.report.events import Result, RunDone
+from lockstep.report.events import Event, Result, RunDone
 from lockstep.report.runlog import RunLog
 
 
@@ -15,10 +15,18 @@ def run(config: RunConfig, quiet: bool = False) -> Result:
     with fetch_progress() as progress:
         prepared = prepare(config, progress)
     with Console() as console, closing(train(config, prepared)) as events:
-        for event in events:
+
+        def tell(event: Event) -> None:
             if log is not None:
                 log.write(event)
             if not quiet:
                 console.show(event)
+
+        try:
+            for event in events:
+                tell(event)
+        except KeyboardInterrupt:  # it came while an event was being told: let the run itself stop, in its own words
+            tell(events.throw(KeyboardInterrupt()))
+            next(events)
     assert isinstance(event, RunDone), "the last event of a run is its result"
     return event.result

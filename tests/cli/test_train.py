@@ -98,6 +98,7 @@ IMPOSSIBLE = {
     "--batch-size 2001": "A batch of 2001 samples is larger than fashion-mnist-mini, which has 2000",
     "--batch-size many": "Invalid value for '--batch-size'",
     "--lrate 0.1": "No such option: --lrate",
+    "--out /proc/nowhere": "/proc/nowhere cannot be made",
     "--data-dir nowhere --data fashion-mnist": "There is no folder",
     "--lr 0": "The learning rate 0.0",
     "--lr nan": "The learning rate nan",
@@ -180,7 +181,7 @@ def test_what_was_finished_before_the_loss_went_wrong_is_kept(lockstep, tiny, tm
     answer = lockstep("train", "--data", tiny, "--devices", 1, "--batch-size", 100, "--epochs", 3, "--out", "run")
     assert answer.status == 1
     assert "epoch 2, step 6: the loss is no longer a number" in answer.err
-    assert "the weights after epoch 1 are in run" in answer.err
+    assert "the weights after epoch 1 are in run. To begin anew" in answer.err
     assert sorted(os.listdir(tmp_path / "run")) == ["config.json", "curve.png", "metrics.jsonl", "weights.safetensors"]
     assert lockstep("evaluate", "run").status == 0
 
@@ -214,5 +215,31 @@ def test_ctrl_c_ends_the_run_with_status_130(tmp_path):
     assert process.returncode == 130, (lines, err)
     assert time.monotonic() - began < 10
     assert out == ""
-    assert "interrupted" in err
+    assert "lockstep: interrupted in epoch " in err
+    assert "the weights after epoch" in err
     assert "Traceback" not in err
+    (run,) = (tmp_path / "runs").iterdir()
+    assert {"config.json", "curve.png", "metrics.jsonl", "weights.safetensors"} == set(os.listdir(run))
+    assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["reason"] == "interrupted"
+
+
+def test_a_run_goes_on_when_nobody_reads_its_progress(tmp_path, few):
+    arguments = f"train --data {few} --batch-size 8 --epochs 3 --devices 1 --out run"
+    command = f"{sys.executable} -m lockstep {arguments} 2>&1 >answer | head -n 1"
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
+    assert (tmp_path / "run" / "result.json").is_file()
+    assert "weights sha256" in (tmp_path / "answer").read_text()
+
+
+def test_an_answer_that_cannot_be_written_is_a_sentence(tmp_path, few):
+    arguments = f"train --data {few} --batch-size 8 --epochs 1 --devices 1 --out run"
+    command = f"{sys.executable} -m lockstep {arguments} >/dev/full"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert "lockstep: the answer cannot be written: No space left on device." in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_batch_that_does_not_fill_the_shards_is_said(lockstep, few):
+    answer = lockstep("train", "--data", few, "--batch-size", 7, "--devices", 1, "--epochs", 1)
+    assert "A batch of 7 fills only 7 of the shards." in answer.err

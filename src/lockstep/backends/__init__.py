@@ -7,7 +7,7 @@ from typing import Any
 
 from lockstep.backends.protocol import Backend, LossSum, Ops, Tensor
 from lockstep.device import MAX_DEVICES, Device, check_devices, choose_devices
-from lockstep.errors import BackendError
+from lockstep.errors import BackendError, ConfigError
 from lockstep.registry import pick
 
 __all__ = ["BACKENDS", "Backend", "LossSum", "Ops", "Tensor", "backend_of", "devices_for", "load_backend", "places_for"]
@@ -45,7 +45,8 @@ def backend_of(tensor: Any) -> Backend:
         if name in BACKENDS:
             return load_backend(name)
     kind = type(tensor).__name__
-    raise BackendError(f"A {kind} is not a tensor of a known framework. There are: {', '.join(BACKENDS)}.")
+    hint = " Turn it into one first: torch.from_numpy(array)." if kind == "ndarray" else ""
+    raise BackendError(f"A {kind} is not a tensor of a known framework. There are: {', '.join(BACKENDS)}.{hint}")
 
 
 def devices_for(backend: Backend, wanted: int | str | list[str] | None, at_most: int = MAX_DEVICES) -> list[Device]:
@@ -63,6 +64,8 @@ def devices_for(backend: Backend, wanted: int | str | list[str] | None, at_most:
 
 def places_for(backend: Backend, names: Sequence[str]) -> list[Device]:
     """Named devices, once they were found to be there. Here `cpu` may stand more than once, as in the text."""
+    if isinstance(names, str) or not isinstance(names, Sequence):
+        raise ConfigError(f"{names!r} is not a list of devices. Give one like ['cpu:0', 'cpu:1'], or devices(2).")
     places = [Device(name) for name in names]
     check_devices(places, [entry.device for entry in backend.hardware()[:-1]])
     return places

@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "lockstep"
-        leave(f"{error.format_message()}{_given(error, arguments)} See {command} --help.", status=2)
+        leave(f"{error.format_message().rstrip('.')}.{_given(error, arguments)} See {command} --help.", status=2)
     raise SystemExit(status)
 
 

@@ -7,9 +7,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, NoReturn
 
-from lockstep.errors import LockstepError
-
-INTERRUPTED = 130
+from lockstep.errors import Interrupted, LockstepError
 
 
 def plain_answers(command: Callable[..., None]) -> Callable[..., None]:
@@ -22,10 +20,13 @@ def plain_answers(command: Callable[..., None]) -> Callable[..., None]:
         except LockstepError as error:
             leave(str(error), error.exit_status)
         except KeyboardInterrupt:
-            leave("interrupted. Start the command again to begin anew.", INTERRUPTED)
+            leave("interrupted.", Interrupted.exit_status)
         except BrokenPipeError:  # the reader of standard output has gone (`| head`): nothing to tell it
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(128 + signal.SIGPIPE) from None
+
+        except OSError as problem:  # standard output is full or closed: files have errors of their own
+            leave(f"the answer cannot be written: {problem.strerror}.", LockstepError.exit_status)
 
     return answering
 

@@ -4,6 +4,7 @@ import numpy as np
 
 from lockstep.backends import Tensor, backend_of
 from lockstep.data.order import keyed_random
+from lockstep.errors import ConfigError
 from lockstep.layout import Array
 from lockstep.models.model import Model
 
@@ -41,6 +42,11 @@ def lenet(X: Tensor, params: list[Tensor]) -> Tensor:
     torch.Size([3, 10])
     """
     ops = backend_of(X).ops
+    if len(params) != len(SHAPES):
+        raise ConfigError(
+            f"lenet takes {len(SHAPES)} parameters ({', '.join(SHAPES)}), and got {len(params)}. "
+            f"For a model of your own, name its function: net=..."
+        )
     W1, b1, W2, b2, W3, b3, W4, b4 = params
     h1 = ops.avg_pool2d(ops.relu(ops.conv2d(X, W1, b1)), 2)
     h2 = ops.avg_pool2d(ops.relu(ops.conv2d(h1, W2, b2)), 2)

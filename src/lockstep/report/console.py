@@ -14,11 +14,18 @@ from lockstep.report.events import EpochDone, Event, RunDone, RunStarted, RunSto
 PLAIN_LINE_SECONDS = 10.0  # in a log, a line within an epoch at most this often
 
 
+class Output(RichConsole):
+    """Standard error. When nobody reads it any more (`2>&1 | head`), the run goes on in silence."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
 class Console:
     """Shows events as they come. Use it as a context manager; the bar is gone afterwards."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        self._out = RichConsole(file=stream or sys.stderr, highlight=False, soft_wrap=True)
+        self._out = Output(file=stream or sys.stderr, highlight=False, soft_wrap=True)
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -69,6 +76,8 @@ class Console:
         )
         if not event.keeps_bits:
             self.note(f"The exchange {config['exchange']} adds in an order of its own: the bits depend on the devices.")
+        if config["num_shards"] > config["batch_size"]:
+            self.note(f"A batch of {config['batch_size']} fills only {config['batch_size']} of the shards.")
         if self._out.is_terminal:
             total = config["num_epochs"] * event.steps_per_epoch
             self._progress.add_task(f"epoch 1/{config['num_epochs']}", total=total, speed=0)
@@ -108,7 +117,7 @@ class Console:
 @contextmanager
 def fetch_progress() -> Iterator["FetchProgress"]:
     """Shows how far a download is, while it lasts."""
-    progress = FetchProgress(RichConsole(file=sys.stderr, highlight=False))
+    progress = FetchProgress(Output(file=sys.stderr, highlight=False))
     try:
         yield progress
     finally:

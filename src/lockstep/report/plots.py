@@ -12,7 +12,7 @@ from lockstep.report.events import EpochDone
 def draw_curve(history: list[EpochDone], path: Path) -> None:
     """Test accuracy against epoch, written to `path` as PNG."""
     figure, axes = _axes()
-    axes.plot([done.epoch for done in history], [done.test_accuracy for done in history], marker=".")
+    axes.plot([done.epoch for done in history], [done.test_accuracy for done in history], marker=".", clip_on=False)
     _finish(figure, axes, len(history), path)
 
 
@@ -26,6 +26,7 @@ def draw_curves(curves: dict[str, list[EpochDone]], path: Path) -> None:
             [done.test_accuracy for done in history],
             styles[number % len(styles)],  # equal runs lie on each other: dashes let both be seen
             marker=".",
+            clip_on=False,
             label=label,
         )
     axes.legend(fontsize="small")

@@ -57,11 +57,13 @@ class RunLog:
 
     def _claim(self) -> None:
         """Makes the folder this run's: of two runs that start at the same moment, one gets it."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "metrics.jsonl").open("x").close()
         except FileExistsError:
             raise ConfigError(f"Another run has just started in {self.folder}. Choose another --out.") from None
+        except OSError as problem:
+            raise ConfigError(f"{self.folder} cannot be made: {problem.strerror}. Choose another --out.") from problem
 
     def _keep(self, history: list[EpochDone], params: dict[str, Array]) -> None:
         from lockstep.report.plots import draw_curve  # matplotlib takes half a second to load: at the end, not before
