@@ -162,10 +162,9 @@ def train_batch(
     rule = Sgd(RunConfig(learning_rate=lr, num_shards=num_shards).learning_rate)  # checked
     check_ranks(len(places), num_shards)
     layout = _layout(device_params[0])
-    drawn = backend.random_state()
     with InProcess(backend, places, exchange) as engine:
         replicas = _replicas(engine, layout, device_params)
-        batch = _batch(X, y, places)
+        batch, drawn = _batch(X, y, places), backend.random_state()
         replicas, _ = train_step(engine, cross_entropy_sum(net), layout, replicas, batch, num_shards, rule)
         if backend.random_state() != drawn:
             raise RunError(

@@ -83,22 +83,16 @@ def train(config: RunConfig, prepared: Prepared) -> Generator[Event, None, None]
                 order = engine.place(sample_order(config.seed, epoch - 1, num_train))
                 for start in range(0, num_train, config.batch_size):
                     batch = train_set.batch(order, start, min(start + config.batch_size, num_train))
-                    try:
-                        replicas, own_losses = train_step(
-                            engine, loss_sum, layout, replicas, batch, config.num_shards, rule
-                        )
-                    except KeyboardInterrupt:
-                        yield RunStopped(epoch, step, "interrupted", history, params)
-                        raise Interrupted(
-                            f"interrupted in epoch {epoch}, after step {step}.{_kept(config, history)}"
-                        ) from None
+                    replicas, own_losses = train_step(
+                        engine, loss_sum, layout, replicas, batch, config.num_shards, rule
+                    )
                     losses += [loss for of_rank in engine.gather(own_losses) for loss in of_rank]
                     step += 1
                     if not all(map(math.isfinite, losses[-config.num_shards :])):
                         yield from _stop(config, epoch, step, "the loss is no longer a number", history, params)
                     yield StepDone(epoch, step, batch.num_samples)
                 seconds = time.perf_counter() - began
-                flat = backend.to_numpy(replicas[0])
+                flat = backend.to_numpy(replicas[0]).copy()  # a backend may show its own memory
                 if not np.isfinite(flat).all():
                     yield from _stop(config, epoch, step, "a weight is no longer a number", history, params)
                 correct = num_correct(engine, model.forward, layout, replicas, test_set.all())
@@ -113,10 +107,8 @@ def train(config: RunConfig, prepared: Prepared) -> Generator[Event, None, None]
                 )
                 yield history[-1]
         except KeyboardInterrupt:
-            epoch = len(history) + 1
-            yield RunStopped(epoch, step, "interrupted", history, params)
-            sentence = f"interrupted in epoch {epoch}, after step {step}.{_kept(config, history)}"
-            raise Interrupted(sentence) from None
+            yield RunStopped(len(history) + 1, step, "interrupted", history, params)
+            raise Interrupted(f"interrupted after step {step}.{_kept(config, history)}") from None
 
     seconds_per_epoch = sum(done.seconds for done in history) / len(history)
     yield RunDone(

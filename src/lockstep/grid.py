@@ -105,13 +105,6 @@ def run_grid(grid: list[RunConfig], folder: Path, quiet: bool = False) -> list[R
 
 def save_grid(rows: list[Row], folder: Path) -> None:
     """Writes compare.csv and compare.png."""
-    try:
-        _save_grid(rows, folder)
-    except OSError as problem:
-        raise RunError(f"{folder} cannot be written to: {problem.strerror}. The runs in it are whole.") from problem
-
-
-def _save_grid(rows: list[Row], folder: Path) -> None:
 
     def write_csv(path: Path) -> None:
         with path.open("w", newline="", encoding="utf-8") as out:
@@ -119,8 +112,11 @@ def _save_grid(rows: list[Row], folder: Path) -> None:
             writer.writeheader()
             writer.writerows(row.plain() for row in rows)
 
-    write_whole(folder / "compare.csv", write_csv)
-    write_whole(folder / "compare.png", lambda path: draw_curves({r.label: r.result.history for r in rows}, path))
+    try:
+        write_whole(folder / "compare.csv", write_csv)
+        write_whole(folder / "compare.png", lambda path: draw_curves({r.label: r.result.history for r in rows}, path))
+    except OSError as problem:
+        raise RunError(f"{folder} cannot be written to: {problem.strerror}. The runs in it are whole.") from problem
 
 
 def table(rows: list[Row]) -> str:

@@ -215,7 +215,7 @@ def test_ctrl_c_ends_the_run_with_status_130(tmp_path):
     assert process.returncode == 130, (lines, err)
     assert time.monotonic() - began < 10
     assert out == ""
-    assert "lockstep: interrupted in epoch " in err
+    assert "lockstep: interrupted after step " in err
     assert "the weights after epoch" in err
     assert "Traceback" not in err
     (run,) = (tmp_path / "runs").iterdir()

@@ -24,7 +24,6 @@ def plain_answers(command: Callable[..., None]) -> Callable[..., None]:
         except BrokenPipeError:  # the reader of standard output has gone (`| head`): nothing to tell it
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(128 + signal.SIGPIPE) from None
-
         except OSError as problem:  # standard output is full or closed: files have errors of their own
             leave(f"the answer cannot be written: {problem.strerror}.", LockstepError.exit_status)
 
