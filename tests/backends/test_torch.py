@@ -95,7 +95,9 @@ def load_again_with(monkeypatch, version):
     """Loads a second copy of the backend's file, as if PyTorch were of this version."""
     monkeypatch.setattr(torch, "__version__", version)
     spec = importlib.util.spec_from_file_location("second_copy", lockstep.backends.torch.__file__)
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.mark.parametrize("version", ["2.8.0", "2.8.1+cu128", "1.13.1", "0.4.0"])
@@ -107,7 +109,7 @@ def test_a_pytorch_that_is_too_old_is_refused(monkeypatch, version):
 
 @pytest.mark.parametrize("version", ["2.9.0", "2.9.0a0+git1234567", "2.10.0+cpu", "3.0.0"])
 def test_a_new_pytorch_is_good(monkeypatch, version):
-    load_again_with(monkeypatch, version)
+    assert load_again_with(monkeypatch, version).BACKEND.version() == version
 
 
 def test_an_unknown_backend_is_refused():

@@ -185,6 +185,40 @@ def test_what_was_finished_before_the_loss_went_wrong_is_kept(lockstep, tiny, tm
     assert lockstep("evaluate", "run").status == 0
 
 
+def test_weights_that_are_no_longer_numbers_stop_the_run_too(lockstep, few, monkeypatch):
+    """The last update of an epoch can overflow after a finite loss."""
+    from lockstep.backends import load_backend
+
+    torch = load_backend("torch")
+    real = torch.value_and_grad
+
+    def spoilt(*arguments):
+        loss, gradient = real(*arguments)
+        return loss, gradient * float("inf")
+
+    monkeypatch.setattr(torch, "value_and_grad", spoilt)
+    answer = lockstep("train", "--data", few, "--devices", 1, "--batch-size", 24, "--epochs", 2, "--out", "run")
+    assert answer.status == 1
+    assert "epoch 1, step 1: a weight is no longer a number" in answer.err
+
+
+def test_ctrl_c_while_an_event_is_being_recorded_stops_the_run_in_its_own_words(lockstep, few, tmp_path, monkeypatch):
+    from lockstep.report.runlog import RunLog
+
+    real = RunLog._line
+
+    def interrupted_once(log, kind, fields):
+        real(log, kind, fields)
+        if kind == "epoch":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(RunLog, "_line", interrupted_once)
+    answer = lockstep("train", "--data", few, "--devices", 1, "--batch-size", 24, "--epochs", 9, "--out", "run")
+    assert answer.status == 130
+    assert "interrupted after step 1. The metrics and the weights after epoch 1 are in run." in answer.err
+    assert (tmp_path / "run" / "weights.safetensors").is_file()
+
+
 def test_a_failure_on_a_rank_is_status_1_and_named(lockstep, tiny, monkeypatch):
     from lockstep.backends import load_backend
 

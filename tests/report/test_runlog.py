@@ -230,7 +230,8 @@ def test_what_is_written_is_always_json(value):
     def no_constant(name):
         raise AssertionError(f"{name} is not JSON")
 
-    json.loads(to_json(value), parse_constant=no_constant)
+    again = json.loads(to_json(value), parse_constant=no_constant)
+    assert to_json(again) == to_json(value)
 
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
