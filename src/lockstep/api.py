@@ -262,7 +262,7 @@ def _check_replicas(backend: Backend, device_params: list[list[Tensor]], devices
             f"[get_params(params, device) for device in devices]."
         )
     for number, param in enumerate(param for params in device_params for param in params):
-        if not str(param.dtype).endswith("float32"):
+        if "float32" not in str(param.dtype):
             raise ConfigError(
                 f"Parameter {number} holds {param.dtype}. Lockstep trains float32 parameters: convert it."
             )

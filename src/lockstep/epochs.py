@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lockstep.backends import Backend, devices_for, load_backend
+from lockstep.backends import Backend, check_engine, devices_for, load_backend
 from lockstep.config import RunConfig, check_batch, check_ranks
 from lockstep.data import Dataset, load_dataset
 from lockstep.data.order import sample_order
@@ -43,6 +43,7 @@ def prepare(config: RunConfig, progress: Progress = no_progress) -> Prepared:
     engine = pick(ENGINES, config.engine, "engine")
     pick(EXCHANGES, config.exchange, "exchange")
     backend = load_backend(config.backend)
+    check_engine(backend, config.engine)
     devices = devices_for(backend, config.devices, at_most=config.num_shards)
     check_ranks(len(devices), config.num_shards)
     data = load_dataset(config.data, config.data_dir, progress)

@@ -1,52 +1,103 @@
 """With which framework: a table of names, each loaded when it is first asked for."""
 
 import importlib
+import re
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from lockstep.backends.protocol import Backend, LossSum, Ops, Tensor
+from lockstep.backends.protocol import Backend, Capabilities, LossSum, Ops, Tensor
 from lockstep.device import MAX_DEVICES, Device, check_devices, choose_devices
 from lockstep.errors import BackendError, ConfigError
 from lockstep.registry import pick
 
-__all__ = ["BACKENDS", "Backend", "LossSum", "Ops", "Tensor", "backend_of", "devices_for", "load_backend", "places_for"]
+__all__ = [
+    "BACKENDS",
+    "DEFAULT_BACKEND",
+    "Backend",
+    "Capabilities",
+    "LossSum",
+    "Ops",
+    "Tensor",
+    "backend_of",
+    "backend_of_all",
+    "check_engine",
+    "devices_for",
+    "load_backend",
+    "places_for",
+]
 
-BACKENDS = {"torch": "lockstep.backends.torch"}  # name -> module; the name is also the framework's package
+# The name is that of the framework's package and of the file beside this one -> what pip needs to install it.
+BACKENDS = {
+    "torch": "torch",
+    "paddle": "paddlepaddle setuptools",
+    "mxnet": "mxnet==1.9.1 numpy==1.23.5",
+    "jax": "jax",
+    "numpy": "numpy",
+}
+DEFAULT_BACKEND = "torch"
 
 
 @cache
 def load_backend(name: str) -> Backend:
-    """The backend called `name`; the error says how to install a framework that is missing."""
-    module = pick(BACKENDS, name, "backend")
+    """The backend called `name`; the error says how to install a framework that is missing, broken or too old."""
+    needs = pick(BACKENDS, name, "backend")
     try:
-        backend: Backend = importlib.import_module(module).BACKEND
-    except ModuleNotFoundError as missing:
-        if missing.name != name:
-            raise
+        backend: Backend = importlib.import_module(f"lockstep.backends.{name}").BACKEND
+    except Exception as problem:  # a framework may fail in any way when it is imported
+        if isinstance(problem, ModuleNotFoundError) and problem.name == name:
+            what = f"needs the package {name}, which is not installed"
+        else:
+            first_line = (str(problem).splitlines() or [""])[0]
+            what = f"cannot be imported here ({type(problem).__name__}: {first_line})"
         raise BackendError(
-            f"The backend {name!r} needs the package {name}, which is not installed. Install it: pip install {name}."
-        ) from missing
+            f"The backend {name!r} {what}. Install it: pip install {needs}. "
+            f"`lockstep devices` shows which ones are there."
+        ) from problem
+    if tuple(map(int, re.findall(r"\d+", backend.version())[: len(backend.oldest)])) < backend.oldest:
+        oldest = ".".join(map(str, backend.oldest))
+        raise BackendError(f"{name} {backend.version()} is too old for Lockstep. Install {oldest} or newer.")
     return backend
 
 
 def backend_of(tensor: Any) -> Backend:
     """The backend whose framework `tensor` belongs to; no other framework is imported.
 
-    >>> import torch
-    >>> backend_of(torch.ones(2)).name
-    'torch'
+    >>> import numpy
+    >>> backend_of(numpy.ones(2)).name
+    'numpy'
     >>> backend_of([1.0, 2.0])
     Traceback (most recent call last):
-    lockstep.errors.BackendError: A list is not a tensor of a known framework. There are: torch.
+    lockstep.errors.BackendError: A list is not a tensor of a known framework. There are: torch, paddle, mxnet, ...
     """
     for parent in type(tensor).__mro__:
         name = parent.__module__.partition(".")[0]
         if name in BACKENDS:
             return load_backend(name)
-    kind = type(tensor).__name__
-    hint = " Turn it into one first: torch.from_numpy(array)." if kind == "ndarray" else ""
-    raise BackendError(f"A {kind} is not a tensor of a known framework. There are: {', '.join(BACKENDS)}.{hint}")
+    raise BackendError(
+        f"A {type(tensor).__name__} is not a tensor of a known framework. There are: {', '.join(BACKENDS)}."
+    )
+
+
+def backend_of_all(tensors: Sequence[Any]) -> Backend:
+    """The backend of tensors that must all belong to one framework."""
+    backends = [backend_of(tensor) for tensor in tensors]
+    for backend in backends:
+        if backend is not backends[0]:
+            raise BackendError(
+                f"Tensors of {backends[0].name} and of {backend.name} do not go together. Convert one kind to the other."
+            )
+    return backends[0]
+
+
+def check_engine(backend: Backend, engine: str) -> None:
+    """Refuses an engine that the framework cannot be run by."""
+    able = backend.capabilities.engines
+    if engine not in able:
+        raise BackendError(
+            f"The engine {engine!r} cannot run {backend.name}. Use --engine {able[0]}"
+            f"{'' if backend.name == DEFAULT_BACKEND else f', or --backend {DEFAULT_BACKEND}'}."
+        )
 
 
 def devices_for(backend: Backend, wanted: int | str | list[str] | None, at_most: int = MAX_DEVICES) -> list[Device]:

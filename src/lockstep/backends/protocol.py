@@ -1,4 +1,4 @@
-"""What Lockstep needs from a framework: about twenty small functions, and no more.
+"""What Lockstep needs from a framework: some twenty small functions, and no more.
 
 A backend is one file. Functions give back new tensors where they can, because not every framework can change one in
 place. What a framework cannot do raises a `BackendError` that names the alternative; nothing is skipped silently.
@@ -6,13 +6,25 @@ place. What a framework cannot do raises a `BackendError` that names the alterna
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from lockstep.device import Device, Hardware
-from lockstep.layout import Array, Layout
+
+if TYPE_CHECKING:  # numpy is slow to import, and `lockstep --help` lists the backends
+    from lockstep.layout import Array, Layout
 
 Tensor = Any  # the framework's own
 LossSum = Callable[[list[Tensor], Tensor, Tensor], Tensor]  # (params, X, y) -> loss summed over the samples
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Capabilities(NamedTuple):
+    """What differs between frameworks, as `lockstep devices` shows it."""
+
+    gpus: bool  # computes on GPUs too
+    capture: bool  # records a function once and replays it
+    notices_random_numbers: bool  # can tell that a model drew some
+    engines: tuple[str, ...] = ("inprocess",)
 
 
 class Ops(Protocol):
@@ -31,6 +43,8 @@ class Backend(Protocol):
     """One framework."""
 
     name: str
+    oldest: tuple[int, ...]  # the first version that works
+    capabilities: Capabilities
     ops: Ops
 
     # --- the machine ---
@@ -49,16 +63,20 @@ class Backend(Protocol):
         ...
 
     def random_state(self) -> bytes:
-        """Something that changes when anybody draws from the framework's own random numbers."""
+        """Something that changes when anybody draws from the framework's own random numbers, if it can tell."""
         ...
 
     def synchronize(self, device: Device) -> None:
         """Returns when all that the calling thread asked of `device` is done."""
         ...
 
+    def capture(self, function: Function) -> Function:
+        """`function`, recorded when it is first called with arguments of some shape, and replayed from then on."""
+        ...
+
     # --- tensors ---
-    def from_numpy(self, array: Array, device: Device) -> Tensor: ...
-    def to_numpy(self, tensor: Tensor) -> Array: ...
+    def from_numpy(self, array: "Array", device: Device) -> Tensor: ...
+    def to_numpy(self, tensor: Tensor) -> "Array": ...
     def copy_to(self, tensor: Tensor, device: Device) -> Tensor:
         """A new tensor on `device`, also where `tensor` is there already."""
         ...
@@ -73,17 +91,20 @@ class Backend(Protocol):
         ...
 
     def add(self, left: Tensor, right: Tensor) -> Tensor: ...
-    def chunk(self, vector: Tensor, start: int, stop: int) -> Tensor: ...
+    def chunk(self, tensor: Tensor, start: int, stop: int) -> Tensor:
+        """The entries `start` to `stop` along the first axis; there may be none."""
+        ...
+
     def concat(self, vectors: list[Tensor]) -> Tensor: ...
     def take(self, data: Tensor, order: Tensor, start: int, stop: int) -> Tensor:
         """The samples `order[start:stop]` of `data`, freshly allocated; bytes become floats from 0 to 1."""
         ...
 
     # --- parameters as one flat vector ---
-    def flatten(self, layout: Layout, params: list[Tensor], device: Device) -> Tensor: ...
-    def unflatten(self, layout: Layout, flat: Tensor) -> list[Tensor]: ...
+    def flatten(self, layout: "Layout", params: list[Tensor], device: Device) -> Tensor: ...
+    def unflatten(self, layout: "Layout", flat: Tensor) -> list[Tensor]: ...
     def value_and_grad(
-        self, loss_sum: LossSum, layout: Layout, flat: Tensor, X: Tensor, y: Tensor
+        self, loss_sum: LossSum, layout: "Layout", flat: Tensor, X: Tensor, y: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The summed loss, and its gradient as one flat vector."""
         ...

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.backends.hardware import cpu
-from lockstep.backends.protocol import LossSum
+from lockstep.backends.protocol import Capabilities, Function, LossSum
 from lockstep.device import Device, Hardware
 from lockstep.errors import BackendError
 from lockstep.layout import Array, Layout
@@ -46,6 +46,8 @@ class TorchBackend:
     """PyTorch on CPUs and NVIDIA GPUs."""
 
     name = "torch"
+    oldest = (2, 9)
+    capabilities = Capabilities(gpus=True, capture=False, notices_random_numbers=True)
     ops = TorchOps()
     _one_session = threading.Lock()
 
@@ -90,7 +92,7 @@ class TorchBackend:
             _set(undo, torch.utils.deterministic, "fill_uninitialized_memory", False)
             _set(undo, torch.backends.cudnn, "deterministic", True)
             _set(undo, torch.backends.cudnn, "benchmark", False)
-            for operation in _PRECISIONS:
+            for operation in _with_precision():
                 _set(undo, operation, "fp32_precision", "ieee")  # float32 means float32
             for number in {device.number for device in devices if device.kind == "cuda"}:
                 # cuBLAS reads this when it starts. Without it, deterministic mode refuses every matrix product, and
@@ -114,6 +116,9 @@ class TorchBackend:
     def synchronize(self, device: Device) -> None:
         if device.kind == "cuda":
             torch.cuda.current_stream(device.number).synchronize()
+
+    def capture(self, function: Function) -> Function:
+        raise BackendError("Lockstep does not capture with PyTorch yet. Call the function as it is, or use jax.")
 
     # --- tensors ---
 
@@ -141,8 +146,8 @@ class TorchBackend:
     def add(self, left: Tensor, right: Tensor) -> Tensor:
         return left + right
 
-    def chunk(self, vector: Tensor, start: int, stop: int) -> Tensor:
-        return vector[start:stop]
+    def chunk(self, tensor: Tensor, start: int, stop: int) -> Tensor:
+        return tensor[start:stop]
 
     def concat(self, vectors: list[Tensor]) -> Tensor:
         return torch.cat(vectors)
@@ -182,15 +187,15 @@ def _set(undo: ExitStack, owner: Any, name: str, value: object) -> None:
     setattr(owner, name, value)
 
 
-if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 9):
-    raise BackendError(f"PyTorch {torch.__version__} is too old for Lockstep. Install 2.9 or newer.")
+def _with_precision() -> tuple[Any, ...]:
+    """The operations whose precision for float32 can be set."""
+    return (
+        torch.backends.cuda.matmul,
+        torch.backends.cudnn.conv,
+        torch.backends.cudnn.rnn,
+        torch.backends.mkldnn.matmul,
+        torch.backends.mkldnn.conv,
+    )
 
-_PRECISIONS = (
-    torch.backends.cuda.matmul,
-    torch.backends.cudnn.conv,
-    torch.backends.cudnn.rnn,
-    torch.backends.mkldnn.matmul,
-    torch.backends.mkldnn.conv,
-)
 
 BACKEND = TorchBackend()

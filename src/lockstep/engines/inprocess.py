@@ -84,14 +84,11 @@ class InProcess:
         return self.each("replicate", copy)
 
     def place(self, array: Array) -> list[Tensor]:
-        physical = [device if device.kind != "cpu" else Device("cpu") for device in self.devices]
+        first = [self.devices.index(device) for device in self.devices]
         placed = self.each(
-            "place",
-            lambda rank, device: (
-                self.backend.from_numpy(array, device) if physical.index(physical[rank]) == rank else None
-            ),
+            "place", lambda rank, device: self.backend.from_numpy(array, device) if first[rank] == rank else None
         )
-        return [placed[physical.index(device)] for device in physical]
+        return [placed[rank] for rank in first]
 
     def forward_backward(
         self, loss_sum: LossSum, layout: Layout, replicas: list[Tensor], batch: Batch, shards: list[range]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from lockstep.backends import LossSum, Tensor, backend_of
 from lockstep.data import Dataset
@@ -35,6 +36,7 @@ class Model:
             )
 
 
+@lru_cache(maxsize=16)  # one function for one model, so that who captures it captures it once
 def cross_entropy_sum(forward: Forward) -> LossSum:
     """The loss of a model: softmax cross-entropy, summed (never averaged) over the samples."""
 

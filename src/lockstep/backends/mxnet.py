@@ -1,0 +1,154 @@
+"""MXNet: the only file that names it."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# MXNet reads these once, when it starts: one thread inside an operation; on GPUs no algorithm that is picked by
+# timing, and none that adds in the order of arrival. What is there already stays.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MXNET_CUDNN_AUTOTUNE_DEFAULT", "0")
+os.environ.setdefault("MXNET_ENFORCE_DETERMINISM", "1")
+
+import mxnet
+import numpy
+from mxnet import autograd, np, npx
+from mxnet.numpy import ndarray as Tensor
+
+from lockstep.backends.hardware import cpu
+from lockstep.backends.protocol import Capabilities, Function, LossSum
+from lockstep.device import Device, Hardware
+from lockstep.errors import BackendError
+from lockstep.layout import Array, Layout
+
+npx.set_np()  # arrays as in numpy, on the thread that loads this file, as the text's programs do; workers do their own
+
+
+class MxnetOps:
+    """The operations that models are written in."""
+
+    def conv2d(self, X: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return npx.convolution(X, weight, bias, kernel=weight.shape[2:], num_filter=weight.shape[0])
+
+    def relu(self, X: Tensor) -> Tensor:
+        return npx.relu(X)
+
+    def avg_pool2d(self, X: Tensor, size: int) -> Tensor:
+        return npx.pooling(X, pool_type="avg", kernel=(size, size), stride=(size, size))
+
+    def flatten(self, X: Tensor) -> Tensor:
+        return X.reshape(X.shape[0], -1)
+
+    def linear(self, X: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return np.dot(X, weight) + bias
+
+    def cross_entropy_sum(self, logits: Tensor, y: Tensor) -> Tensor:
+        return -npx.pick(npx.log_softmax(logits), y).sum()
+
+    def num_correct(self, logits: Tensor, y: Tensor) -> Tensor:
+        return (logits.argmax(1).astype(y.dtype) == y).sum()
+
+
+class MxnetBackend:
+    """MXNet on CPUs and NVIDIA GPUs. A logical CPU device is a context of its own, and so has a worker of its own."""
+
+    name = "mxnet"
+    oldest = (1, 9)
+    capabilities = Capabilities(gpus=True, capture=False, notices_random_numbers=False)
+    ops = MxnetOps()
+
+    # --- the machine ---
+
+    def version(self) -> str:
+        return str(mxnet.__version__)
+
+    def hardware(self) -> list[Hardware]:
+        gpus = []
+        for number in range(mxnet.context.num_gpus()):
+            _, num_bytes = mxnet.context.gpu_memory_info(number)
+            gpus.append(Hardware(Device(f"cuda:{number}"), "GPU", num_bytes, 0))  # its name is not told
+        return gpus + [cpu()]
+
+    # --- who runs, and how ---
+
+    @contextmanager
+    def session(self, devices: list[Device]) -> Iterator[None]:
+        yield  # the settings above are for good
+
+    def start_worker(self, device: Device) -> None:
+        npx.set_np()
+
+    def random_state(self) -> bytes:
+        return b""  # MXNet does not let anybody look
+
+    def synchronize(self, device: Device) -> None:
+        npx.waitall()
+
+    def capture(self, function: Function) -> Function:
+        raise BackendError("Lockstep does not capture with MXNet. Call the function as it is, or use jax.")
+
+    # --- tensors ---
+
+    def from_numpy(self, array: Array, device: Device) -> Tensor:
+        return np.array(array, dtype=array.dtype, ctx=_place(device))
+
+    def to_numpy(self, tensor: Tensor) -> Array:
+        array: Array = tensor.asnumpy()
+        return array
+
+    def copy_to(self, tensor: Tensor, device: Device) -> Tensor:
+        return tensor.as_np_ndarray().copyto(_place(device))
+
+    def device_of(self, tensor: Tensor) -> Device:
+        return Device(f"{'cuda' if tensor.ctx.device_type == 'gpu' else 'cpu'}:{tensor.ctx.device_id}")
+
+    def assign(self, target: Tensor, source: Tensor) -> Tensor:
+        target[...] = source
+        return target
+
+    def with_gradient(self, tensor: Tensor) -> Tensor:
+        tensor.attach_grad()
+        return tensor
+
+    def add(self, left: Tensor, right: Tensor) -> Tensor:
+        return left + right
+
+    def chunk(self, tensor: Tensor, start: int, stop: int) -> Tensor:
+        return tensor[start:stop]
+
+    def concat(self, vectors: list[Tensor]) -> Tensor:
+        return np.concatenate(vectors)
+
+    def take(self, data: Tensor, order: Tensor, start: int, stop: int) -> Tensor:
+        samples = np.take(data, order[start:stop], axis=0)
+        return samples.astype("float32") / 255 if samples.dtype == numpy.uint8 else samples
+
+    # --- parameters as one flat vector ---
+
+    def flatten(self, layout: Layout, params: list[Tensor], device: Device) -> Tensor:
+        return self.from_numpy(layout.flatten([self.to_numpy(param) for param in params]), device)
+
+    def unflatten(self, layout: Layout, flat: Tensor) -> list[Tensor]:
+        starts = numpy.cumsum((0, *layout.pieces))[::2]
+        sizes = layout.pieces[::2]
+        places = zip(starts, sizes, layout.shapes, strict=True)
+        return [flat[int(start) : int(start) + size].reshape(shape) for start, size, shape in places]
+
+    def value_and_grad(
+        self, loss_sum: LossSum, layout: Layout, flat: Tensor, X: Tensor, y: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        params = [self.with_gradient(param) for param in self.unflatten(layout, flat)]
+        with autograd.record():
+            loss = loss_sum(params, X, y)
+        loss.backward()
+        gaps = [np.zeros(size, ctx=flat.ctx) for size in layout.pieces[1::2]]
+        gradients = [param.grad.reshape(-1) for param in params]
+        pieces = [piece for pair in zip(gradients, [*gaps, None], strict=True) for piece in pair]
+        return loss.detach(), np.concatenate([piece for piece in pieces[:-1] if piece.size])
+
+
+def _place(device: Device) -> mxnet.Context:
+    return mxnet.cpu(device.number) if device.kind == "cpu" else mxnet.gpu(device.number)
+
+
+BACKEND = MxnetBackend()

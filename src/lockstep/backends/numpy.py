@@ -1,0 +1,204 @@
+"""numpy: the oracle. Forward and backward of every operation by hand, slow and plain, to check the frameworks against.
+
+An operation on a traced value remembers, for each input, how the gradient of its output becomes the gradient of that
+input; `value_and_grad` goes back over the tape, from the loss to the parameters. Only the operations below can be
+differentiated, so a model of your own is written with them. This is also the file to copy for a new framework.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from lockstep.backends.hardware import cpu
+from lockstep.backends.protocol import Capabilities, Function, LossSum
+from lockstep.device import Device, Hardware
+from lockstep.errors import BackendError
+from lockstep.layout import Array, Layout
+
+Pull = Callable[[Array], Array]  # gradient of the output -> gradient of one input
+
+
+class Traced:
+    """A value that depends on the parameters: where it came from, and its gradient once that is known."""
+
+    __array_ufunc__ = None  # numpy's own operators do not know the way back: refuse them
+
+    def __init__(self, value: Array, tape: "list[Traced]", inputs: "tuple[tuple[Traced, Pull], ...]" = ()) -> None:
+        self.value, self.tape, self.inputs = value, tape, inputs
+        self.gradient: Array = np.zeros_like(value)
+        tape.append(self)
+
+
+def _value(x: Any) -> Array:
+    array: Array = x.value if isinstance(x, Traced) else x
+    return array
+
+
+def _result(value: Array, *inputs: tuple[Any, Pull]) -> Any:
+    """Traced if an input is; what depends on no parameter needs no gradient."""
+    traced = tuple((x, pull) for x, pull in inputs if isinstance(x, Traced))
+    return Traced(value, traced[0][0].tape, traced) if traced else value
+
+
+class NumpyOps:
+    """The operations that models are written in, each with its derivative."""
+
+    def conv2d(self, X: Any, weight: Any, bias: Any) -> Any:
+        x, w = _value(X), _value(weight)
+        rows, columns = w.shape[2:]
+        windows = sliding_window_view(x, (rows, columns), axis=(2, 3))  # sample, channel, place (2), window (2)
+        out = np.tensordot(windows, w, axes=([1, 4, 5], [1, 2, 3])).transpose(0, 3, 1, 2)
+
+        def pull_x(g: Array) -> Array:
+            """Every input belongs to the windows around it: the kernel turned by half, over the padded gradient."""
+            padded = np.pad(g, ((0, 0), (0, 0), (rows - 1, rows - 1), (columns - 1, columns - 1)))
+            around = sliding_window_view(padded, (rows, columns), axis=(2, 3))
+            return np.tensordot(around, w[:, :, ::-1, ::-1], axes=([1, 4, 5], [0, 2, 3])).transpose(0, 3, 1, 2)
+
+        return _result(
+            out + _value(bias)[:, None, None],
+            (X, pull_x),
+            (weight, lambda g: np.tensordot(g, windows, axes=([0, 2, 3], [0, 2, 3]))),
+            (bias, lambda g: g.sum((0, 2, 3))),
+        )
+
+    def relu(self, X: Any) -> Any:
+        x = _value(X)
+        return _result(np.maximum(x, 0), (X, lambda g: g * (x > 0)))
+
+    def avg_pool2d(self, X: Any, size: int) -> Any:
+        x = _value(X)
+        samples, channels, rows, columns = x.shape[0], x.shape[1], x.shape[2] // size, x.shape[3] // size
+        used = x[:, :, : rows * size, : columns * size]  # what is left over at the edge belongs to no window
+
+        def pull(g: Array) -> Array:
+            gradient = np.zeros_like(x)
+            gradient[:, :, : rows * size, : columns * size] = g.repeat(size, axis=2).repeat(size, axis=3) / size**2
+            return gradient
+
+        return _result(used.reshape(samples, channels, rows, size, columns, size).mean((3, 5)), (X, pull))
+
+    def flatten(self, X: Any) -> Any:
+        x = _value(X)
+        return _result(x.reshape(len(x), -1), (X, lambda g: g.reshape(x.shape)))
+
+    def linear(self, X: Any, weight: Any, bias: Any) -> Any:
+        x, w = _value(X), _value(weight)
+        return _result(
+            x @ w + _value(bias),
+            (X, lambda g: g @ w.T),
+            (weight, lambda g: x.T @ g),
+            (bias, lambda g: g.sum(0)),
+        )
+
+    def cross_entropy_sum(self, logits: Any, y: Array) -> Any:
+        shifted = _value(logits) - _value(logits).max(1, keepdims=True)
+        log_p = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+        right = np.arange(len(y)), y
+
+        def pull(g: Array) -> Array:
+            gradient = np.exp(log_p)
+            gradient[right] -= 1
+            return g * gradient
+
+        return _result(-log_p[right].sum(), (logits, pull))
+
+    def num_correct(self, logits: Any, y: Array) -> Any:
+        return (_value(logits).argmax(1) == y).sum()
+
+
+class NumpyBackend:
+    """numpy on the CPU."""
+
+    name = "numpy"
+    oldest = (1, 23)
+    capabilities = Capabilities(gpus=False, capture=False, notices_random_numbers=True)
+    ops = NumpyOps()
+
+    # --- the machine ---
+
+    def version(self) -> str:
+        return np.__version__
+
+    def hardware(self) -> list[Hardware]:
+        return [cpu()]
+
+    # --- who runs, and how ---
+
+    @contextmanager
+    def session(self, devices: list[Device]) -> Iterator[None]:
+        yield  # nothing to set: every operation is deterministic
+
+    def start_worker(self, device: Device) -> None:
+        pass
+
+    def random_state(self) -> bytes:
+        _, numbers, place, *_ = np.random.get_state(legacy=True)
+        return np.asarray(numbers).tobytes() + bytes(str(place), "ascii")
+
+    def synchronize(self, device: Device) -> None:
+        pass  # an operation is over when it returns
+
+    def capture(self, function: Function) -> Function:
+        raise BackendError("numpy cannot capture a function. Call it as it is, or use a framework that can (jax).")
+
+    # --- tensors ---
+
+    def from_numpy(self, array: Array, device: Device) -> Array:
+        return array
+
+    def to_numpy(self, tensor: Array) -> Array:
+        return tensor
+
+    def copy_to(self, tensor: Array, device: Device) -> Array:
+        return np.array(tensor)
+
+    def device_of(self, tensor: Array) -> Device:
+        return Device("cpu:0")
+
+    def assign(self, target: Array, source: Array) -> Array:
+        target[...] = source
+        return target
+
+    def with_gradient(self, tensor: Array) -> Array:
+        return tensor  # `value_and_grad` traces whatever it is given
+
+    def add(self, left: Array, right: Array) -> Array:
+        total: Array = left + right
+        return total
+
+    def chunk(self, tensor: Array, start: int, stop: int) -> Array:
+        return tensor[start:stop]
+
+    def concat(self, vectors: list[Array]) -> Array:
+        return np.concatenate(vectors)
+
+    def take(self, data: Array, order: Array, start: int, stop: int) -> Array:
+        samples: Array = data[order[start:stop]]
+        return samples / np.float32(255) if samples.dtype == np.uint8 else samples
+
+    # --- parameters as one flat vector ---
+
+    def flatten(self, layout: Layout, params: list[Array], device: Device) -> Array:
+        return layout.flatten(params)
+
+    def unflatten(self, layout: Layout, flat: Array) -> list[Array]:
+        return layout.unflatten(flat)
+
+    def value_and_grad(
+        self, loss_sum: LossSum, layout: Layout, flat: Array, X: Array, y: Array
+    ) -> tuple[Array, Array]:
+        tape: list[Traced] = []
+        params = [Traced(param, tape) for param in layout.unflatten(flat)]
+        loss: Traced = loss_sum(params, X, y)
+        loss.gradient = np.ones_like(loss.value)
+        for traced in reversed(tape):
+            for source, pull in traced.inputs:
+                source.gradient = source.gradient + pull(traced.gradient)
+        return loss.value, layout.flatten([param.gradient for param in params])
+
+
+BACKEND = NumpyBackend()

@@ -1,0 +1,176 @@
+"""Paddle: the only file that names it."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import paddle
+from paddle import Tensor
+from paddle.nn import functional as F
+
+from lockstep.backends.hardware import cpu
+from lockstep.backends.protocol import Capabilities, Function, LossSum
+from lockstep.device import Device, Hardware
+from lockstep.errors import BackendError
+from lockstep.layout import Array, Layout
+
+# Where there are GPUs: no algorithm that is picked by timing, none that adds in the order of arrival.
+_FIXED = {
+    "FLAGS_cudnn_deterministic": True,
+    "FLAGS_cudnn_exhaustive_search": False,
+    "FLAGS_embedding_deterministic": 1,
+}
+_NUM_THREADS = "FLAGS_paddle_num_threads"
+
+
+class PaddleOps:
+    """The operations that models are written in."""
+
+    def conv2d(self, X: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.conv2d(X, weight, bias)
+
+    def relu(self, X: Tensor) -> Tensor:
+        return F.relu(X)
+
+    def avg_pool2d(self, X: Tensor, size: int) -> Tensor:
+        return F.avg_pool2d(X, size)
+
+    def flatten(self, X: Tensor) -> Tensor:
+        return X.flatten(1)
+
+    def linear(self, X: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.linear(X, weight, bias)
+
+    def cross_entropy_sum(self, logits: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(logits, y, reduction="sum")
+
+    def num_correct(self, logits: Tensor, y: Tensor) -> Tensor:
+        return (logits.argmax(1) == y).sum()
+
+
+class PaddleBackend:
+    """Paddle on CPUs and NVIDIA GPUs."""
+
+    name = "paddle"
+    oldest = (3, 0)
+    capabilities = Capabilities(gpus=True, capture=False, notices_random_numbers=True)
+    ops = PaddleOps()
+    _one_session = threading.Lock()
+
+    # --- the machine ---
+
+    def version(self) -> str:
+        return str(paddle.__version__)
+
+    def hardware(self) -> list[Hardware]:
+        gpus = []
+        for number in range(paddle.device.cuda.device_count()):
+            found = paddle.device.cuda.get_device_properties(number)
+            gpus.append(
+                Hardware(Device(f"cuda:{number}"), found.name, found.total_memory, found.multi_processor_count)
+            )
+        return gpus + [cpu()]
+
+    # --- who runs, and how ---
+
+    @contextmanager
+    def session(self, devices: list[Device]) -> Iterator[None]:
+        if not self._one_session.acquire(blocking=False):
+            raise BackendError(
+                "Another run is under way in this process, and Paddle's settings are the whole process's. "
+                "Wait for it to end, or use another process."
+            )
+        fixed = _FIXED if devices[0].kind == "cuda" else {}  # a build without GPUs does not know them
+        before = paddle.get_flags([*fixed, _NUM_THREADS])
+        place = paddle.get_device()
+        try:
+            paddle.set_flags(fixed)
+            yield
+        finally:
+            paddle.base.core.set_num_threads(before.pop(_NUM_THREADS))
+            paddle.set_flags(before)
+            paddle.set_device(place)
+            self._one_session.release()
+
+    def start_worker(self, device: Device) -> None:
+        paddle.base.core.set_num_threads(1)
+        paddle.set_device(_place_name(device))
+
+    def random_state(self) -> bytes:
+        """What would be drawn next: the state itself cannot be read, but it can be put back."""
+        before = paddle.get_rng_state()
+        drawn = paddle.randint(0, 2**31 - 1, [4], "int64").numpy().tobytes()
+        paddle.set_rng_state(before)
+        return bytes(drawn)
+
+    def synchronize(self, device: Device) -> None:
+        if device.kind == "cuda":
+            paddle.device.synchronize(_place_name(device))
+
+    def capture(self, function: Function) -> Function:
+        raise BackendError("Lockstep does not capture with Paddle. Call the function as it is, or use jax.")
+
+    # --- tensors ---
+
+    def from_numpy(self, array: Array, device: Device) -> Tensor:
+        return paddle.to_tensor(array, place=_place(device))
+
+    def to_numpy(self, tensor: Tensor) -> Array:
+        array: Array = tensor.numpy()
+        return array
+
+    def copy_to(self, tensor: Tensor, device: Device) -> Tensor:
+        return tensor.detach()._copy_to(_place(device), True)  # `to` on the same device is the tensor itself
+
+    def device_of(self, tensor: Tensor) -> Device:
+        place = tensor.place
+        return Device(f"cuda:{place.gpu_device_id()}" if place.is_gpu_place() else "cpu:0")
+
+    def assign(self, target: Tensor, source: Tensor) -> Tensor:
+        with paddle.no_grad():
+            return paddle.assign(source, target)
+
+    def with_gradient(self, tensor: Tensor) -> Tensor:
+        tensor.stop_gradient = False
+        return tensor
+
+    def add(self, left: Tensor, right: Tensor) -> Tensor:
+        return left + right
+
+    def chunk(self, tensor: Tensor, start: int, stop: int) -> Tensor:
+        return tensor[start:stop]
+
+    def concat(self, vectors: list[Tensor]) -> Tensor:
+        return paddle.concat(vectors)
+
+    def take(self, data: Tensor, order: Tensor, start: int, stop: int) -> Tensor:
+        samples = paddle.gather(data, order[start:stop])
+        return samples.astype("float32") / 255 if samples.dtype == paddle.uint8 else samples
+
+    # --- parameters as one flat vector ---
+
+    def flatten(self, layout: Layout, params: list[Tensor], device: Device) -> Tensor:
+        return self.from_numpy(layout.flatten([self.to_numpy(param) for param in params]), device)
+
+    def unflatten(self, layout: Layout, flat: Tensor) -> list[Tensor]:
+        pieces = paddle.split(flat, layout.pieces)[::2]
+        return [piece.reshape(shape) for piece, shape in zip(pieces, layout.shapes, strict=True)]
+
+    def value_and_grad(
+        self, loss_sum: LossSum, layout: Layout, flat: Tensor, X: Tensor, y: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        flat = self.with_gradient(flat.detach())  # same memory, a graph of its own
+        loss = loss_sum(self.unflatten(layout, flat), X, y)
+        loss.backward()  # not `paddle.grad`: that one crashes when two threads use it at the same time
+        return loss.detach(), flat.grad
+
+
+def _place_name(device: Device) -> str:
+    return "cpu" if device.kind == "cpu" else f"gpu:{device.number}"
+
+
+def _place(device: Device) -> paddle.base.core.Place:
+    return paddle.CPUPlace() if device.kind == "cpu" else paddle.CUDAPlace(device.number)
+
+
+BACKEND = PaddleBackend()
