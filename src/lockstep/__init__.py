@@ -3,10 +3,10 @@
 The functions of the text "Training on Multiple GPUs" are the public API; they work on tensors of the framework that
 they are given:
 
->>> import lockstep, torch
->>> data = [torch.ones(2), 2 * torch.ones(2)]
+>>> import lockstep, numpy
+>>> data = [numpy.ones(2), 2 * numpy.ones(2)]
 >>> lockstep.allreduce(data)
-[tensor([3., 3.]), tensor([3., 3.])]
+[array([3., 3.]), array([3., 3.])]
 """
 
 from typing import TYPE_CHECKING, Any

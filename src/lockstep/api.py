@@ -10,7 +10,15 @@ What is wrong in one or another edition of the text is mended here:
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from lockstep.backends import Backend, Tensor, backend_of, devices_for, load_backend, places_for
+from lockstep.backends import (
+    DEFAULT_BACKEND,
+    Backend,
+    Tensor,
+    backend_of_all,
+    devices_for,
+    load_backend,
+    places_for,
+)
 from lockstep.config import RunConfig, check_ranks
 from lockstep.device import Device
 from lockstep.engines import Batch, InProcess
@@ -43,7 +51,7 @@ __all__ = [
 ]
 
 
-def try_gpu(i: int = 0, backend: str = "torch") -> Device:
+def try_gpu(i: int = 0, backend: str = DEFAULT_BACKEND) -> Device:
     """GPU number `i` if there is one, else logical CPU device number `i`.
 
     >>> try_gpu(5)
@@ -54,7 +62,7 @@ def try_gpu(i: int = 0, backend: str = "torch") -> Device:
     return gpu if has_it else Device(f"cpu:{i}")
 
 
-def devices(wanted: int | str | list[str] | None = None, backend: str = "torch") -> list[Device]:
+def devices(wanted: int | str | list[str] | None = None, backend: str = DEFAULT_BACKEND) -> list[Device]:
     """The devices that `--devices` would mean: a number, or a list; nothing means all that there is.
 
     >>> devices("cpu:0,cpu:1")
@@ -68,16 +76,16 @@ def get_params(params: Iterable[Tensor], device: str) -> list[Tensor]:
 
     `params` is a list of tensors, or anything that yields them, like `module.parameters()`.
 
-    >>> import torch
-    >>> params = [torch.zeros(2)]
-    >>> replica = get_params(params, try_gpu(0))
-    >>> replica[0].requires_grad, replica[0].data_ptr() == params[0].data_ptr()
-    (True, False)
+    >>> import numpy
+    >>> params = [numpy.zeros(2)]
+    >>> replica = get_params(params, "cpu:0")
+    >>> replica[0] is params[0]
+    False
     """
     params = list(params.values() if isinstance(params, Mapping) else params)
     if not params:
         raise ConfigError("get_params got no parameters. Give it a list of tensors.")
-    backend = backend_of(params[0])
+    backend = backend_of_all(params)
     (place,) = places_for(backend, [device])
     return [backend.with_gradient(backend.copy_to(param, place)) for param in params]
 
@@ -87,16 +95,14 @@ def allreduce(data: list[Tensor], exchange: str = "sharded") -> list[Tensor]:
 
     The entries are added in the fixed tree, so the sum has the same bits whichever exchange is used, except `ring`.
 
-    >>> import torch
-    >>> data = [torch.ones(1, 2) * (i + 1) for i in range(2)]
+    >>> import numpy
+    >>> data = [numpy.ones((1, 2)) * (i + 1) for i in range(2)]
     >>> allreduce(data)
-    [tensor([[3., 3.]]), tensor([[3., 3.]])]
+    [array([[3., 3.]]), array([[3., 3.]])]
     """
     if not isinstance(data, list) or not data:
         raise ConfigError("allreduce changes the entries of a list, one tensor for each device. Give it such a list.")
-    backend = backend_of(data[0])
-    for entry in data:
-        backend_of(entry)  # a gradient that is not there yet is None: say so here
+    backend = backend_of_all(data)  # a gradient that is not there yet is None, which belongs to none
     shapes = {tuple(entry.shape) for entry in data}
     if len(shapes) > 1:
         raise ConfigError(f"allreduce adds tensors of one shape, and got {', '.join(map(str, sorted(shapes)))}.")
@@ -117,17 +123,16 @@ def allreduce(data: list[Tensor], exchange: str = "sharded") -> list[Tensor]:
 def split_batch(X: Tensor, y: Tensor, devices: Sequence[str]) -> tuple[list[Tensor], list[Tensor]]:
     """`X` and `y` cut into a part for each device, and put there. Sizes differ by at most one; nothing is dropped.
 
-    >>> import torch
-    >>> X_parts, y_parts = split_batch(torch.arange(10).reshape(5, 2), torch.arange(5), ["cpu:0", "cpu:1"])
+    >>> import numpy
+    >>> X_parts, y_parts = split_batch(numpy.arange(10).reshape(5, 2), numpy.arange(5), ["cpu:0", "cpu:1"])
     >>> y_parts
-    [tensor([0, 1, 2]), tensor([3, 4])]
+    [array([0, 1, 2]), array([3, 4])]
     """
-    _check_pairs(X, y)
-    backend = backend_of(X)
+    backend = _backend_of_batch(X, y)
     places = places_for(backend, devices)
     parts = list(zip(part_ranges(len(X), len(devices)), places, strict=True))
-    X_parts = [backend.copy_to(X[part.start : part.stop], place) for part, place in parts]
-    y_parts = [backend.copy_to(y[part.start : part.stop], place) for part, place in parts]
+    X_parts = [backend.copy_to(backend.chunk(X, part.start, part.stop), place) for part, place in parts]
+    y_parts = [backend.copy_to(backend.chunk(y, part.start, part.stop), place) for part, place in parts]
     return X_parts, y_parts
 
 
@@ -147,24 +152,22 @@ def train_batch(
     Changes `device_params` (one list of parameters for each device) and gives it back. `net` is any function of
     (X, params) that gives class scores and draws no random numbers.
 
-    >>> import torch
-    >>> params = [torch.from_numpy(array) for array in init_lenet(seed=0).values()]
-    >>> two = devices("cpu:0,cpu:1")
-    >>> device_params = [get_params(params, device) for device in two]
-    >>> X, y = torch.rand(10, 1, 28, 28), torch.arange(10)
+    >>> import numpy
+    >>> two = ["cpu:0", "cpu:1"]
+    >>> device_params = [get_params(init_lenet(seed=0), device) for device in two]
+    >>> X, y = numpy.ones((10, 1, 28, 28), "float32"), numpy.arange(10)
     >>> _ = train_batch(X, y, device_params, two, lr=0.2)
     >>> bool((device_params[0][0] == device_params[1][0]).all())
     True
     """
-    _check_pairs(X, y)
-    backend = backend_of(X)
-    places = _check_replicas(backend, device_params, devices)
+    backend = _backend_of_batch(X, y)
+    places = _check_replicas(X, device_params, devices)
     rule = Sgd(RunConfig(learning_rate=lr, num_shards=num_shards).learning_rate)  # checked
     check_ranks(len(places), num_shards)
     layout = _layout(device_params[0])
     with InProcess(backend, places, exchange) as engine:
         replicas = _replicas(engine, layout, device_params)
-        batch, drawn = _batch(X, y, places), backend.random_state()
+        batch, drawn = _batch(backend, X, y, places), backend.random_state()
         replicas, _ = train_step(engine, cross_entropy_sum(net), layout, replicas, batch, num_shards, rule)
         if backend.random_state() != drawn:
             raise RunError(
@@ -185,20 +188,18 @@ def evaluate_accuracy(
 ) -> float:
     """The share of samples that `net` classifies rightly. All devices work, each sample is counted once.
 
-    >>> import torch
-    >>> params = [torch.from_numpy(array) for array in init_lenet(seed=0).values()]
-    >>> two = devices(["cpu:0", "cpu:1"])
-    >>> X, y = torch.rand(500, 1, 28, 28), torch.zeros(500, dtype=torch.int64)
-    >>> 0 <= evaluate_accuracy(X, y, [get_params(params, device) for device in two], two) <= 1
-    True
+    >>> import numpy
+    >>> two = ["cpu:0", "cpu:1"]
+    >>> X, y = numpy.ones((500, 1, 28, 28), "float32"), numpy.arange(500) % 10
+    >>> evaluate_accuracy(X, y, [get_params(init_lenet(seed=0), device) for device in two], two)
+    0.1
     """
-    _check_pairs(X, y)
-    backend = backend_of(X)
-    places = _check_replicas(backend, device_params, devices)
+    backend = _backend_of_batch(X, y)
+    places = _check_replicas(X, device_params, devices)
     layout = _layout(device_params[0])
     with InProcess(backend, places) as engine:
         replicas = _replicas(engine, layout, device_params)
-        return num_correct(engine, net, layout, replicas, _batch(X, y, places)) / len(X)
+        return num_correct(engine, net, layout, replicas, _batch(backend, X, y, places)) / len(X)
 
 
 def train(
@@ -213,7 +214,7 @@ def train(
     model: str = "lenet",
     num_shards: int = 8,
     seed: int = 0,
-    backend: str = "torch",
+    backend: str = DEFAULT_BACKEND,
     exchange: str = "sharded",
     out: str | Path | None = None,
     quiet: bool = False,
@@ -248,19 +249,22 @@ def train(
     return result
 
 
-def _check_pairs(X: Tensor, y: Tensor) -> None:
+def _backend_of_batch(X: Tensor, y: Tensor) -> Backend:
+    backend = backend_of_all([X, y])
     if len(X) != len(y):
         raise ConfigError(f"{len(X)} samples and {len(y)} labels do not go together. Give one label for each sample.")
     if not len(X):
         raise ConfigError("The batch is empty. Give it one sample or more.")
+    return backend
 
 
-def _check_replicas(backend: Backend, device_params: list[list[Tensor]], devices: Sequence[str]) -> list[Device]:
+def _check_replicas(X: Tensor, device_params: list[list[Tensor]], devices: Sequence[str]) -> list[Device]:
     if len(device_params) != len(devices) or not all(isinstance(params, list) for params in device_params):
         raise ConfigError(
             f"The parameters must be one list for each of the {len(devices)} devices: "
             f"[get_params(params, device) for device in devices]."
         )
+    backend = backend_of_all([X, *(param for params in device_params for param in params)])
     for number, param in enumerate(param for params in device_params for param in params):
         if "float32" not in str(param.dtype):
             raise ConfigError(
@@ -292,10 +296,9 @@ def _layout(params: list[Tensor]) -> Layout:
     return Layout(tuple(f"p{i}" for i in range(len(params))), tuple(tuple(param.shape) for param in params))
 
 
-def _batch(X: Tensor, y: Tensor, places: list[Device]) -> Batch:
-    backend = backend_of(X)
-
+def _batch(backend: Backend, X: Tensor, y: Tensor, places: list[Device]) -> Batch:
     def fetch(rank: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        return backend.copy_to(X[start:stop], places[rank]), backend.copy_to(y[start:stop], places[rank])
+        X_shard, y_shard = (backend.copy_to(backend.chunk(tensor, start, stop), places[rank]) for tensor in (X, y))
+        return X_shard, y_shard
 
     return Batch(len(X), fetch)

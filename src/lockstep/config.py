@@ -5,6 +5,7 @@ import operator
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.backends import DEFAULT_BACKEND
 from lockstep.errors import ConfigError
 
 MAX_SHARDS = 4096  # a shard is a forward and backward pass of its own: more would only be slow
@@ -29,7 +30,7 @@ class RunConfig:
     num_epochs: int = 10
     num_shards: int = 8  # parts of a batch: part of the run, as the number of devices is not
     seed: int = 0
-    backend: str = "torch"
+    backend: str = DEFAULT_BACKEND
 
     devices: int | str | None = None  # a number, or a list like cpu:0,cpu:1; nothing: all that there is
     engine: str = "inprocess"

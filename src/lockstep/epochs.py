@@ -61,6 +61,7 @@ def train(config: RunConfig, prepared: Prepared) -> Generator[Event, None, None]
     num_train, num_test = len(data.X_train), len(data.X_test)
     history: list[EpochDone] = []
     params: dict[str, Array] = {}  # after the last finished epoch
+    first_loss = math.nan
     step = 0
 
     with engine_type(backend, devices, config.exchange) as engine:
@@ -89,6 +90,8 @@ def train(config: RunConfig, prepared: Prepared) -> Generator[Event, None, None]
                     )
                     losses += [loss for of_rank in engine.gather(own_losses) for loss in of_rank]
                     step += 1
+                    if step == 1:
+                        first_loss = math.fsum(losses) / batch.num_samples
                     if not all(map(math.isfinite, losses[-config.num_shards :])):
                         yield from _stop(config, epoch, step, "the loss is no longer a number", history, params)
                     yield StepDone(epoch, step, batch.num_samples)
@@ -119,6 +122,7 @@ def train(config: RunConfig, prepared: Prepared) -> Generator[Event, None, None]
             samples_per_second=num_train / seconds_per_epoch,
             devices=[str(device) for device in devices],
             steps=step,
+            first_loss=first_loss,
             weights_sha256=sha256_of(list(params.values())),
             history=history,
             run=config.out,

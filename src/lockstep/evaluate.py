@@ -32,13 +32,14 @@ def num_correct(engine: Engine, forward: Forward, layout: Layout, replicas: list
     pieces = split_into_shards(samples.num_samples, -(-samples.num_samples // PIECE))
     ranges = split_over_ranks(len(pieces), engine.num_ranks)
     backend = engine.backend
+    scores = backend.capture(forward) if backend.capabilities.capture else forward
 
     def count(rank: int, device: Device, flat: Tensor) -> int:
         params = backend.unflatten(layout, flat)
         correct = 0
         for number in ranges[rank]:
             X, y = samples.fetch(rank, pieces[number].start, pieces[number].stop)
-            correct = correct + backend.ops.num_correct(forward(X, params), y)
+            correct = correct + backend.ops.num_correct(scores(X, params), y)
         return int(correct)
 
     return sum(engine.gather(engine.each("evaluation", count, replicas)))
@@ -69,12 +70,16 @@ class Evaluation:
 
 
 def evaluate_run(
-    folder: Path, devices: str | None = None, data_dir: Path | None = None, progress: Progress = no_progress
+    folder: Path,
+    devices: str | None = None,
+    data_dir: Path | None = None,
+    backend_name: str | None = None,
+    progress: Progress = no_progress,
 ) -> Evaluation:
-    """How many test samples the run in `folder` gets right; the same for any devices."""
+    """How many test samples the run in `folder` gets right; the same for any devices, and in any framework."""
     settings, weights = read_run(folder)
     model = pick(MODELS, _recorded(settings, "model", folder), "model")
-    backend = load_backend(_recorded(settings, "backend", folder))
+    backend = load_backend(backend_name or _recorded(settings, "backend", folder))
     places = devices_for(backend, devices)
     params = checked_weights(model, weights, folder)
     layout = layout_of(params)

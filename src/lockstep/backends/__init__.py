@@ -1,7 +1,9 @@
 """With which framework: a table of names, each loaded when it is first asked for."""
 
 import importlib
+import importlib.util
 import re
+import warnings
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -23,6 +25,7 @@ __all__ = [
     "backend_of_all",
     "check_engine",
     "devices_for",
+    "is_installed",
     "load_backend",
     "places_for",
 ]
@@ -43,21 +46,27 @@ def load_backend(name: str) -> Backend:
     """The backend called `name`; the error says how to install a framework that is missing, broken or too old."""
     needs = pick(BACKENDS, name, "backend")
     try:
-        backend: Backend = importlib.import_module(f"lockstep.backends.{name}").BACKEND
+        with warnings.catch_warnings(action="ignore"):  # what a framework says about itself is not about the run
+            backend: Backend = importlib.import_module(f"lockstep.backends.{name}").BACKEND
     except Exception as problem:  # a framework may fail in any way when it is imported
-        if isinstance(problem, ModuleNotFoundError) and problem.name == name:
-            what = f"needs the package {name}, which is not installed"
-        else:
+        if is_installed(name):
             first_line = (str(problem).splitlines() or [""])[0]
-            what = f"cannot be imported here ({type(problem).__name__}: {first_line})"
+            what = f"cannot be used: importing {name} fails with {type(problem).__name__}: {first_line.rstrip('.')}"
+        else:
+            what = f"needs the package {name}, which is not installed"
+        others = ", ".join(other for other in BACKENDS if other != name and is_installed(other))
         raise BackendError(
-            f"The backend {name!r} {what}. Install it: pip install {needs}. "
-            f"`lockstep devices` shows which ones are there."
+            f"The backend {name!r} {what}. Install it: pip install {needs}; or use what is here: {others}."
         ) from problem
     if tuple(map(int, re.findall(r"\d+", backend.version())[: len(backend.oldest)])) < backend.oldest:
         oldest = ".".join(map(str, backend.oldest))
         raise BackendError(f"{name} {backend.version()} is too old for Lockstep. Install {oldest} or newer.")
     return backend
+
+
+def is_installed(name: str) -> bool:
+    """Whether the framework's package is on this machine; it is not imported."""
+    return importlib.util.find_spec(name) is not None
 
 
 def backend_of(tensor: Any) -> Backend:
@@ -85,7 +94,7 @@ def backend_of_all(tensors: Sequence[Any]) -> Backend:
     for backend in backends:
         if backend is not backends[0]:
             raise BackendError(
-                f"Tensors of {backends[0].name} and of {backend.name} do not go together. Convert one kind to the other."
+                f"Tensors of {backends[0].name} and of {backend.name} do not go together. Convert one to the other."
             )
     return backends[0]
 

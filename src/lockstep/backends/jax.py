@@ -63,7 +63,7 @@ class JaxBackend:
 
     name = "jax"
     oldest = (0, 5)
-    capabilities = Capabilities(gpus=True, capture=True, notices_random_numbers=True)
+    capabilities = Capabilities(gpus=True, capture=True, sees_random_draws=True)
     ops = JaxOps()
 
     # --- the machine ---

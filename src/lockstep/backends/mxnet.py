@@ -54,7 +54,7 @@ class MxnetBackend:
 
     name = "mxnet"
     oldest = (1, 9)
-    capabilities = Capabilities(gpus=True, capture=False, notices_random_numbers=False)
+    capabilities = Capabilities(gpus=True, capture=False, sees_random_draws=False)
     ops = MxnetOps()
 
     # --- the machine ---

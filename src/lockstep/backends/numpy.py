@@ -5,15 +5,18 @@ input; `value_and_grad` goes back over the tape, from the loss to the parameters
 differentiated, so a model of your own is written with them. This is also the file to copy for a new framework.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
+from threadpoolctl import threadpool_limits
 
 from lockstep.backends.hardware import cpu
 from lockstep.backends.protocol import Capabilities, Function, LossSum
+from lockstep.backends.sessions import one_at_a_time
 from lockstep.device import Device, Hardware
 from lockstep.errors import BackendError
 from lockstep.layout import Array, Layout
@@ -100,9 +103,9 @@ class NumpyOps:
         right = np.arange(len(y)), y
 
         def pull(g: Array) -> Array:
-            gradient = np.exp(log_p)
+            gradient: Array = np.exp(log_p)
             gradient[right] -= 1
-            return g * gradient
+            return np.multiply(g, gradient)
 
         return _result(-log_p[right].sum(), (logits, pull))
 
@@ -115,8 +118,9 @@ class NumpyBackend:
 
     name = "numpy"
     oldest = (1, 23)
-    capabilities = Capabilities(gpus=False, capture=False, notices_random_numbers=True)
+    capabilities = Capabilities(gpus=False, capture=False, sees_random_draws=True)
     ops = NumpyOps()
+    _lock = threading.Lock()
 
     # --- the machine ---
 
@@ -130,10 +134,11 @@ class NumpyBackend:
 
     @contextmanager
     def session(self, devices: list[Device]) -> Iterator[None]:
-        yield  # nothing to set: every operation is deterministic
+        with one_at_a_time(self._lock, "numpy"), threadpool_limits(1):  # matrix products round by number of threads
+            yield
 
     def start_worker(self, device: Device) -> None:
-        pass
+        np.seterr(all="ignore")  # for this thread: the run itself stops when a loss is no longer a number
 
     def random_state(self) -> bytes:
         _, numbers, place, *_ = np.random.get_state(legacy=True)
@@ -188,9 +193,7 @@ class NumpyBackend:
     def unflatten(self, layout: Layout, flat: Array) -> list[Array]:
         return layout.unflatten(flat)
 
-    def value_and_grad(
-        self, loss_sum: LossSum, layout: Layout, flat: Array, X: Array, y: Array
-    ) -> tuple[Array, Array]:
+    def value_and_grad(self, loss_sum: LossSum, layout: Layout, flat: Array, X: Array, y: Array) -> tuple[Array, Array]:
         tape: list[Traced] = []
         params = [Traced(param, tape) for param in layout.unflatten(flat)]
         loss: Traced = loss_sum(params, X, y)

@@ -23,7 +23,7 @@ class Capabilities(NamedTuple):
 
     gpus: bool  # computes on GPUs too
     capture: bool  # records a function once and replays it
-    notices_random_numbers: bool  # can tell that a model drew some
+    sees_random_draws: bool  # can tell that a model drew random numbers
     engines: tuple[str, ...] = ("inprocess",)
 
 

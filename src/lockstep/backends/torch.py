@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from lockstep.backends.hardware import cpu
 from lockstep.backends.protocol import Capabilities, Function, LossSum
+from lockstep.backends.sessions import one_at_a_time
 from lockstep.device import Device, Hardware
 from lockstep.errors import BackendError
 from lockstep.layout import Array, Layout
@@ -47,9 +48,9 @@ class TorchBackend:
 
     name = "torch"
     oldest = (2, 9)
-    capabilities = Capabilities(gpus=True, capture=False, notices_random_numbers=True)
+    capabilities = Capabilities(gpus=True, capture=False, sees_random_draws=True)
     ops = TorchOps()
-    _one_session = threading.Lock()
+    _lock = threading.Lock()
 
     # --- the machine ---
 
@@ -74,13 +75,8 @@ class TorchBackend:
 
     @contextmanager
     def session(self, devices: list[Device]) -> Iterator[None]:
-        if not self._one_session.acquire(blocking=False):
-            raise BackendError(
-                "Another run is under way in this process, and PyTorch's settings are the whole process's. "
-                "Wait for it to end, or use another process."
-            )
         with ExitStack() as undo:
-            undo.callback(self._one_session.release)
+            undo.enter_context(one_at_a_time(self._lock, "PyTorch"))
             undo.callback(torch.set_num_threads, torch.get_num_threads())
             undo.callback(
                 torch.use_deterministic_algorithms,
@@ -172,8 +168,17 @@ class TorchBackend:
         self, loss_sum: LossSum, layout: Layout, flat: Tensor, X: Tensor, y: Tensor
     ) -> tuple[Tensor, Tensor]:
         flat = flat.detach().requires_grad_()  # same memory, a graph of its own
-        loss = loss_sum(self.unflatten(layout, flat), X, y)
-        (gradient,) = torch.autograd.grad(loss, flat)  # backward of `split` is one concatenation
+        try:
+            loss = loss_sum(self.unflatten(layout, flat), X, y)
+            (gradient,) = torch.autograd.grad(loss, flat)  # backward of `split` is one concatenation
+        except RuntimeError as problem:
+            operation, found, _ = str(problem).partition(" does not have a deterministic implementation")
+            if not found:
+                raise
+            raise RuntimeError(
+                f"{operation} has no deterministic mode in PyTorch on {self.device_of(flat).kind}, so the weights "
+                f"would differ from run to run. Use another operation in its place."
+            ).with_traceback(problem.__traceback__) from None
         return loss.detach(), gradient
 
 

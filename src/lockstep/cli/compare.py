@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from lockstep.backends import DEFAULT_BACKEND
 from lockstep.cli import options
 from lockstep.cli.answers import plain_answers
 
@@ -23,7 +24,7 @@ def compare(
     data_dir: options.DataDir = None,
     shards: options.Shards = 8,
     seed: options.Seed = 0,
-    backend: options.Backend = "torch",
+    backend: options.Backend = DEFAULT_BACKEND,
     exchange: options.Exchange = "sharded",
     out: Annotated[Path | None, typer.Option(help="Folder for the table and the picture.", show_default=False)] = None,
     json: options.Json = False,

@@ -1,33 +1,75 @@
-"""`lockstep devices`: what this machine has."""
+"""`lockstep devices`: what this machine has, and which frameworks can use it."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lockstep.cli import options
+from lockstep.backends import BACKENDS, DEFAULT_BACKEND, is_installed, load_backend
 from lockstep.cli.answers import plain_answers
+from lockstep.errors import BackendError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from lockstep.backends import Backend
+    from lockstep.device import Hardware
 
 
 @plain_answers
 def devices(
-    backend: options.Backend = "torch",
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    backend: Annotated[
+        str | None,
+        typer.Option(help=f"As this framework sees them: {', '.join(BACKENDS)}. Without it: the first one found."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
-    """List the devices of this machine."""
+    """List the devices of this machine, the frameworks on it and what they can do."""
     from rich.console import Console
-    from rich.table import Table
 
-    from lockstep.backends import load_backend
     from lockstep.report.runlog import to_json
 
-    chosen = load_backend(backend)
-    found = chosen.hardware()
+    found, problems = _load_all()
+    chosen = load_backend(backend or next(iter(found), DEFAULT_BACKEND))
+    hardware = chosen.hardware()
     if json:
-        rows = [entry._asdict() for entry in found]
-        typer.echo(to_json({"backend": chosen.name, "version": chosen.version(), "devices": rows}))
+        answer = {
+            "backend": chosen.name,
+            "version": chosen.version(),
+            "devices": [entry._asdict() for entry in hardware],
+            "backends": {
+                name: {"version": found[name].version(), **found[name].capabilities._asdict()}
+                if name in found
+                else {"problem": problems[name]}
+                for name in BACKENDS
+            },
+        }
+        typer.echo(to_json(answer))
         return
+    out = Console(highlight=False, soft_wrap=True)
+    out.print(_device_table(hardware))
+    out.print(f"\n{_advice(chosen, hardware)}\n")
+    out.print(_backend_table(found))
+    for name, problem in problems.items():
+        out.print(f"{name}: {problem}", markup=False)
+
+
+def _load_all() -> "tuple[dict[str, Backend], dict[str, str]]":
+    """The backends whose framework can be imported, and what is wrong with each of the others."""
+    found, problems = {}, {}
+    for name in BACKENDS:
+        try:
+            found[name] = load_backend(name)
+        except BackendError as problem:
+            missing = f"not installed. To add it: pip install {BACKENDS[name]}"
+            problems[name] = str(problem) if is_installed(name) else missing
+    return found, problems
+
+
+def _device_table(hardware: "list[Hardware]") -> "Table":
+    from rich.table import Table
+
     table = Table("device", "name", "memory", "cores", box=None, pad_edge=False)
-    for entry in found:
+    for entry in hardware:
         is_gpu = entry.device.kind == "cuda"
         table.add_row(
             str(entry.device) if is_gpu else "cpu:0, cpu:1, ...",
@@ -35,15 +77,27 @@ def devices(
             f"{entry.num_bytes / 2**30:.0f} GiB",
             f"{entry.num_cores} {'multiprocessors' if is_gpu else 'cores'}",
         )
-    out = Console(highlight=False, soft_wrap=True)
-    out.print(table)
-    num_gpus = len(found) - 1
-    cores = found[-1].num_cores
+    return table
+
+
+def _advice(backend: "Backend", hardware: "list[Hardware]") -> str:
+    num_gpus, cores = len(hardware) - 1, hardware[-1].num_cores
     if num_gpus:
         advice = f"--devices {num_gpus} uses {'the GPU' if num_gpus == 1 else f'all {num_gpus} GPUs'}."
     else:
-        advice = f"No GPU is visible to {chosen.name} {chosen.version()}."
-    out.print(
-        f"\n{advice} Logical CPU devices: as many as you like; more than {cores} "
+        advice = f"No GPU is visible to {backend.name} {backend.version()}."
+    return (
+        f"{advice} Logical CPU devices: as many as you like; more than {cores} "
         f"share {'the core' if cores == 1 else 'cores'} and bring no speed."
     )
+
+
+def _backend_table(found: "dict[str, Backend]") -> "Table":
+    from rich.table import Table
+
+    table = Table("backend", "version", "on GPUs", "captures", "sees random draws", "engines", box=None, pad_edge=False)
+    for name, backend in found.items():
+        able = backend.capabilities
+        flags = ("yes" if flag else "no" for flag in (able.gpus, able.capture, able.sees_random_draws))
+        table.add_row(name, backend.version(), *flags, ", ".join(able.engines))
+    return table

@@ -14,6 +14,9 @@ def evaluate(
     run: Annotated[Path, typer.Argument(help="The folder of a finished run.", show_default=False)],
     devices: options.Devices = None,
     data_dir: options.DataDir = None,
+    backend: Annotated[
+        str | None, typer.Option(help="Another framework than the run was trained with.", show_default=False)
+    ] = None,
     json: options.Json = False,
 ) -> None:
     """Evaluate a finished run on its test samples, each counted once."""
@@ -22,5 +25,5 @@ def evaluate(
     from lockstep.report.runlog import to_json
 
     with fetch_progress() as progress:
-        result = evaluate_run(run, devices, data_dir, progress)
+        result = evaluate_run(run, devices, data_dir, backend, progress)
     typer.echo(to_json(result.summary()) if json else result.lines())

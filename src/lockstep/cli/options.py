@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from lockstep.backends import BACKENDS
+
 Devices = Annotated[
     str | None,
     typer.Option(
@@ -24,7 +26,9 @@ Shards = Annotated[
     typer.Option(help="Parts that every batch is cut into. Changing it changes the bits; changing --devices does not."),
 ]
 Seed = Annotated[int, typer.Option(help="Decides the starting weights and the order of samples.")]
-Backend = Annotated[str, typer.Option(help="The framework: torch.")]
+Backend = Annotated[
+    str, typer.Option(help=f"The framework: {', '.join(BACKENDS)}. `lockstep devices` says which are here.")
+]
 Engine = Annotated[str, typer.Option(help="Who runs the devices: inprocess, one process, a thread for each device.")]
 Exchange = Annotated[
     str,

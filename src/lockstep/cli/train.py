@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from lockstep.backends import DEFAULT_BACKEND
 from lockstep.cli import options
 from lockstep.cli.answers import plain_answers
 
@@ -20,7 +21,7 @@ def train(
     data_dir: options.DataDir = None,
     shards: options.Shards = 8,
     seed: options.Seed = 0,
-    backend: options.Backend = "torch",
+    backend: options.Backend = DEFAULT_BACKEND,
     engine: options.Engine = "inprocess",
     exchange: options.Exchange = "sharded",
     out: Annotated[

@@ -36,10 +36,8 @@ def init_lenet(seed: int) -> dict[str, Array]:
 def lenet(X: Tensor, params: list[Tensor]) -> Tensor:
     """Class scores for images `X` of shape (samples, 1, 28, 28), in the framework that `X` belongs to.
 
-    >>> import torch
-    >>> params = [torch.from_numpy(array) for array in init_lenet(seed=0).values()]
-    >>> lenet(torch.ones(3, 1, 28, 28), params).shape
-    torch.Size([3, 10])
+    >>> lenet(np.ones((3, 1, 28, 28), np.float32), list(init_lenet(seed=0).values())).shape
+    (3, 10)
     """
     ops = backend_of(X).ops
     if len(params) != len(SHAPES):

@@ -49,6 +49,7 @@ class Result:
     samples_per_second: float
     devices: list[str]
     steps: int
+    first_loss: float  # mean over the first batch, before any update: the same in every framework, but for rounding
     weights_sha256: str
     history: list[EpochDone]  # epoch, seconds, train_loss, test_accuracy of each epoch
     run: Path | None  # the run's folder, where one was asked for

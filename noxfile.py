@@ -1,0 +1,73 @@
+"""One environment for each framework, made here and nowhere else: `nox -s torch`, `nox -s jax`, ...
+
+`make test` runs them one after the other. The torch environment has all tools and runs all tests; the others have their
+framework only, and run the conformance tests, which are the same for all.
+"""
+
+import hashlib
+import os
+import sys
+from pathlib import Path
+
+import nox
+
+nox.options.envdir = ".venv"  # .venv/torch, .venv/jax, ...
+nox.options.reuse_venv = "yes"
+nox.options.default_venv_backend = "virtualenv"
+nox.options.stop_on_first_error = True
+
+
+def install(session: nox.Session, extras: str) -> None:
+    """Installs Lockstep with `extras`, unless that was done already."""
+    constraints = Path("constraints-mxnet.txt" if session.name == "mxnet" else "constraints.txt")
+    wanted = hashlib.sha256(Path("pyproject.toml").read_bytes() + constraints.read_bytes()).hexdigest()
+    done = Path(session.virtualenv.location) / "installed"
+    if not done.exists() or done.read_text() != wanted:
+        session.log(f"Setting up {session.virtualenv.location} (once; about a minute)")
+        session.install("--quiet", "-c", str(constraints), "-e", f".[{extras}]")
+        done.write_text(wanted)
+
+
+@nox.session
+def torch(session: nox.Session) -> None:
+    """Format, lint, types, import directions, and all tests with coverage."""
+    install(session, "torch,dev")
+    session.run("ruff", "format", "--check", "--quiet", ".")
+    session.run("ruff", "check", "--quiet", ".")
+    session.run("mypy")
+    session.run("lint-imports", "--no-logo")
+    session.run("pytest", "--cov", "--cov-report=term:skip-covered", env={"LOCKSTEP_BACKENDS": "torch,numpy"})
+
+
+@nox.session
+def paddle(session: nox.Session) -> None:
+    """The conformance tests with Paddle."""
+    conformance(session)
+
+
+@nox.session
+def mxnet(session: nox.Session) -> None:
+    """The conformance tests with MXNet."""
+    if sys.version_info >= (3, 12):
+        sentence = "MXNet 1.9.1 needs numpy 1.23.5, which Python 3.12 and newer cannot install: use PYTHON=python3.11."
+        if os.environ.get("BACKENDS"):  # asked for by name
+            session.error(sentence)
+        session.skip(sentence)
+    conformance(session)
+
+
+@nox.session
+def jax(session: nox.Session) -> None:
+    """The conformance tests with JAX."""
+    conformance(session)
+
+
+@nox.session(default=False)
+def numpy(session: nox.Session) -> None:
+    """The conformance tests with numpy and no framework at all."""
+    conformance(session)
+
+
+def conformance(session: nox.Session) -> None:
+    install(session, "test" if session.name == "numpy" else f"{session.name},test")
+    session.run("pytest", "-q", "tests/backends", env={"LOCKSTEP_BACKENDS": session.name})

@@ -1,0 +1,37 @@
+"""Which frameworks are asked for: LOCKSTEP_BACKENDS=jax,numpy, or without it every one that is installed."""
+
+import os
+
+import pytest
+
+from lockstep.backends import BACKENDS, is_installed, load_backend
+
+
+def asked_for() -> list[str]:
+    named = os.environ.get("LOCKSTEP_BACKENDS")
+    return named.split(",") if named else [name for name in BACKENDS if is_installed(name)]
+
+
+# A file of tests for one framework imports it.
+collect_ignore = [f"test_{name}.py" for name in BACKENDS if name not in asked_for()]
+
+
+def pytest_generate_tests(metafunc):
+    """A test that takes `name` runs once for each framework that is asked for, one with `any_name` for all."""
+    if "name" in metafunc.fixturenames:
+        metafunc.parametrize("name", asked_for(), scope="module")
+    if "any_name" in metafunc.fixturenames:
+        metafunc.parametrize("any_name", BACKENDS)
+
+
+@pytest.fixture(scope="module")
+def backend(name):
+    return load_backend(name)
+
+
+@pytest.fixture
+def must_load(any_name):
+    """Skips, with a sentence, what was not asked for; what was asked for has to be there."""
+    if any_name not in asked_for():
+        pytest.skip(f"{any_name} was not asked for; its tests run in an environment of its own: nox -s {any_name}")
+    return any_name
