@@ -378,7 +378,7 @@ def scaled_lenet(scale):
 
 # 20 steps with the text's own weights, and 5 with larger ones. More of those, and rounding has grown so much that the
 # text's program disagrees with itself on 1 and 2 devices.
-@pytest.mark.parametrize(("scale", "batch_size", "lr", "tolerance"), [(1, 100, 0.2, 1e-6), (5, 400, 0.1, 5e-6)])
+@pytest.mark.parametrize(("scale", "batch_size", "lr", "tolerance"), [(1, 100, 0.2, 1e-6), (5, 400, 0.1, 1e-5)])
 def test_with_one_shard_the_weights_are_those_of_the_texts_program(name, scale, batch_size, lr, tolerance):
     data, model = load_dataset("fashion-mnist-mini"), scaled_lenet(scale)
     start = model.init(0)

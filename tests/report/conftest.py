@@ -48,6 +48,7 @@ def make_result():
             "samples_per_second": 162.1,
             "devices": ["cpu:0", "cpu:1"],
             "steps": 16,
+            "first_loss": 2.3026,
             "weights_sha256": "ab" * 32,
             "history": [EpochDone(1, 12.0, 1.5, 0.7), EpochDone(2, 12.68, 0.5, 0.8437)],
             "run": None,

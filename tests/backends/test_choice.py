@@ -1,0 +1,141 @@
+"""Which framework, and which devices: by name, or from the tensors that are given."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import lockstep
+from lockstep.backends import BACKENDS, backend_of, devices_for, is_installed, load_backend, places_for
+from lockstep.device import Device, Hardware
+from lockstep.errors import BackendError, ConfigError, DeviceError
+
+CPU = Device("cpu:0")
+SOURCE = Path(lockstep.__file__).parents[1]
+
+
+def test_a_missing_framework_is_an_error_with_the_command_that_mends_it(monkeypatch):
+    monkeypatch.setitem(BACKENDS, "missing_framework", "missing-framework==1.0")
+    with pytest.raises(BackendError) as refused:
+        load_backend("missing_framework")
+    assert str(refused.value).startswith(
+        "The backend 'missing_framework' needs the package missing_framework, which is not installed. "
+        "Install it: pip install missing-framework==1.0; or use what is here: "
+    )
+    assert str(refused.value).endswith("numpy.")
+
+
+def test_a_framework_that_cannot_be_imported_is_an_error_in_one_line(tmp_path):
+    """As MXNet is with a new numpy."""
+    (tmp_path / "mxnet.py").write_text("raise AttributeError('numpy has no attribute bool\\nand more')")
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", "train", "--backend", "mxnet"],
+        env={"PYTHONPATH": f"{tmp_path}:{SOURCE}", "HOME": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(
+        "lockstep: The backend 'mxnet' cannot be used: importing mxnet fails with AttributeError: numpy has no "
+        "attribute bool. Install it: pip install mxnet==1.9.1 numpy==1.23.5; or use what is here: "
+    )
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("version", "oldest", "is_good"),
+    [
+        ("2.8.1+cu128", (2, 9), False),
+        ("1.13.1", (2, 9), False),
+        ("2.9.0a0+git1234567", (2, 9), True),
+        ("2.10.0+cpu", (2, 9), True),
+        ("3", (2, 9), True),
+        ("0.4.38", (0, 5), False),
+    ],
+)
+def test_a_framework_that_is_too_old_is_refused(monkeypatch, version, oldest, is_good):
+    numpy = type(load_backend("numpy"))
+    monkeypatch.setattr(numpy, "oldest", oldest)
+    monkeypatch.setattr(numpy, "version", lambda self: version)
+    load_anew = load_backend.__wrapped__
+    if is_good:
+        assert load_anew("numpy").version() == version
+        return
+    with pytest.raises(BackendError) as refused:
+        load_anew("numpy")
+    least = ".".join(map(str, oldest))
+    assert str(refused.value) == f"numpy {version} is too old for Lockstep. Install {least} or newer."
+
+
+def test_an_unknown_backend_is_refused():
+    with pytest.raises(ConfigError, match="Did you mean 'torch'"):
+        load_backend("troch")
+
+
+def test_the_framework_is_recognised_from_a_subclass_too():
+    class Mine(np.ndarray):
+        pass
+
+    assert backend_of(np.ones(1).view(Mine)).name == "numpy"
+    for wrong in (None, 1.0, "tensor", [1.0], object()):
+        with pytest.raises(BackendError, match=f"A {type(wrong).__name__} is not a tensor of a known framework"):
+            backend_of(wrong)
+
+
+def test_installed_means_that_the_package_can_be_found():
+    assert is_installed("numpy")
+    assert not is_installed("missing_framework")
+
+
+def test_no_other_file_names_a_framework():
+    """import-linter holds it for imports; this for names, defaults, messages and examples."""
+    frameworks = re.compile("|".join(name for name in BACKENDS if name != "numpy"), re.IGNORECASE)
+    files = [file for file in (SOURCE / "lockstep").rglob("*.py") if file.parent.name != "backends"]
+    assert len(files) > 40
+    assert [str(file) for file in files if frameworks.search(file.read_text())] == []
+
+
+class TwoGpus:
+    def hardware(self):
+        gpus = [Hardware(Device(f"cuda:{i}"), "GPU", 2**34, 100) for i in range(2)]
+        return gpus + [Hardware(CPU, "CPU", 2**34, 6)]
+
+
+class NoGpu:
+    def hardware(self):
+        return [Hardware(CPU, "CPU", 2**34, 6)]
+
+
+def test_without_a_wish_all_gpus_are_used_else_a_logical_device_for_each_core():
+    assert devices_for(TwoGpus(), None) == ["cuda:0", "cuda:1"]
+    assert devices_for(NoGpu(), None) == [f"cpu:{i}" for i in range(6)]
+    assert devices_for(NoGpu(), None, at_most=3) == ["cpu:0", "cpu:1", "cpu:2"]
+    assert devices_for(TwoGpus(), 3) == ["cpu:0", "cpu:1", "cpu:2"]
+    assert devices_for(TwoGpus(), "cuda:1,cuda:1") == ["cuda:1", "cuda:1"]
+
+
+def test_named_devices_must_be_there_and_the_cpu_may_come_twice():
+    assert places_for(NoGpu(), ("cpu", "cpu:0", "cpu:1")) == ["cpu:0", "cpu:0", "cpu:1"]
+    assert places_for(TwoGpus(), ["cuda:1", "cuda"]) == ["cuda:1", "cuda:0"]
+    assert all(isinstance(place, Device) for place in places_for(NoGpu(), ["cpu"]))
+
+
+@pytest.mark.parametrize(
+    ("machine", "names", "sentence"),
+    [
+        (NoGpu(), ["cuda"], "There is no cuda:0: no GPU is visible on this machine"),
+        (TwoGpus(), ["cuda:2"], "There is no cuda:2: this machine has cuda:0, cuda:1"),
+        (TwoGpus(), ["cpu:0", "cuda:0"], "cpu:0, cuda:0 mixes CPU and GPU"),
+        (TwoGpus(), [], "The list of devices is empty"),
+        (TwoGpus(), ["gpu"], "'gpu' is not the name of a device"),
+    ],
+)
+def test_named_devices_that_cannot_be_are_refused(machine, names, sentence):
+    with pytest.raises(DeviceError) as refused:
+        places_for(machine, names)
+    assert str(refused.value).startswith(sentence)

@@ -1,0 +1,50 @@
+"""What is MXNet's own: contexts as logical devices, two kinds of arrays, empty arrays."""
+
+import mxnet
+import numpy as np
+import pytest
+from mxnet import autograd, npx
+from mxnet import np as mxnp
+
+import lockstep
+from lockstep.backends import load_backend
+from lockstep.device import Device
+
+MXNET = load_backend("mxnet")
+
+
+def test_a_logical_device_is_a_context_of_its_own():
+    replica = lockstep.get_params([mxnp.ones(3)], "cpu:2")
+    assert replica[0].ctx == mxnet.cpu(2)
+    assert MXNET.device_of(replica[0]) == "cpu:2"
+    X_parts, _ = lockstep.split_batch(mxnp.ones((4, 2)), mxnp.arange(4), ["cpu:0", "cpu:1"])
+    assert [part.ctx for part in X_parts] == [mxnet.cpu(0), mxnet.cpu(1)]
+
+
+def test_replicas_get_gradients():
+    (param,) = lockstep.get_params([mxnp.ones(2)], "cpu:1")
+    with autograd.record():
+        loss = (param * 3).sum()
+    loss.backward()
+    assert param.grad.tolist() == [3, 3]
+
+
+def test_arrays_of_the_old_kind_become_new_ones():
+    replica = lockstep.get_params([mxnet.nd.ones((2,))], "cpu:0")
+    assert isinstance(replica[0], mxnp.ndarray)
+    assert replica[0].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (0, 1, 28, 28)])
+def test_empty_arrays_can_be_copied_and_read(shape):
+    empty = MXNET.from_numpy(np.zeros(shape, np.float32), Device("cpu:0"))
+    for tensor in (empty, MXNET.copy_to(empty, Device("cpu:1")), MXNET.chunk(empty, 0, 0), MXNET.add(empty, empty)):
+        assert tensor.shape == shape
+        assert MXNET.to_numpy(tensor).shape == shape
+    npx.waitall()
+
+
+def test_a_split_over_more_devices_than_samples_leaves_empty_parts():
+    X_parts, y_parts = lockstep.split_batch(mxnp.ones((1, 2)), mxnp.zeros(1), ["cpu:0", "cpu:1", "cpu:2"])
+    assert [MXNET.to_numpy(part).shape for part in X_parts] == [(1, 2), (0, 2), (0, 2)]
+    assert [MXNET.to_numpy(part).shape for part in y_parts] == [(1,), (0,), (0,)]

@@ -1,0 +1,85 @@
+"""What is Paddle's own: settings of the process, and threads."""
+
+import numpy as np
+import paddle
+import pytest
+
+import lockstep
+from lockstep.backends import load_backend
+from lockstep.device import Device
+from lockstep.engines import InProcess
+from lockstep.errors import BackendError, LockstepError
+from lockstep.layout import layout_of
+from lockstep.models import MODELS, cross_entropy_sum
+
+PADDLE = load_backend("paddle")
+CPU = Device("cpu:0")
+TWO = [Device("cpu:0"), Device("cpu:1")]
+
+
+def test_settings_are_as_before_after_a_session():
+    def num_threads():
+        return paddle.get_flags("FLAGS_paddle_num_threads")["FLAGS_paddle_num_threads"]
+
+    paddle.base.core.set_num_threads(2)
+    before = num_threads(), paddle.get_device()
+    with InProcess(PADDLE, TWO):
+        assert num_threads() == 1
+    assert (num_threads(), paddle.get_device()) == before
+    paddle.base.core.set_num_threads(1)
+
+
+def test_a_second_session_is_refused():
+    with PADDLE.session([CPU]), pytest.raises(BackendError, match="Paddle's settings are"), PADDLE.session([CPU]):
+        raise AssertionError("There are two sessions.")
+    with PADDLE.session([CPU]):
+        pass
+
+
+def test_backward_on_many_threads_at_the_same_time_neither_crashes_nor_changes_a_bit():
+    """`paddle.grad` does crash: this is why the backend does not use it."""
+    start = MODELS["lenet"].init(0)
+    layout = layout_of(start)
+    loss_sum = cross_entropy_sum(MODELS["lenet"].forward)
+    random = np.random.RandomState(0)
+    X, y = random.rand(4, 1, 28, 28).astype(np.float32), np.arange(4)
+
+    def gradients(rank, device, flat):
+        own = flat, PADDLE.from_numpy(X, device), PADDLE.from_numpy(y, device)
+        results = [PADDLE.value_and_grad(loss_sum, layout, *own) for _ in range(50)]
+        return {PADDLE.to_numpy(gradient).tobytes() for _, gradient in results}
+
+    with InProcess(PADDLE, [Device(f"cpu:{i}") for i in range(4)]) as engine:
+        found = engine.each("forward and backward", gradients, engine.replicate(layout.flatten(list(start.values()))))
+    assert len(set.union(*found)) == 1
+
+
+def test_drawing_random_numbers_is_noticed_and_looking_draws_none():
+    before = PADDLE.random_state()
+    assert PADDLE.random_state() == before
+    paddle.rand([1])
+    assert PADDLE.random_state() != before
+
+
+def test_a_model_that_draws_random_numbers_is_refused():
+    def with_dropout(X, params):
+        return paddle.nn.functional.dropout(paddle.matmul(X, params[0]))
+
+    X, y = paddle.rand([20, 4]), paddle.arange(20) % 3
+    device_params = [lockstep.get_params([paddle.zeros([4, 3])], device) for device in TWO]
+    with pytest.raises(LockstepError, match="drew random numbers"):
+        lockstep.train_batch(X, y, device_params, TWO, lr=1.0, net=with_dropout)
+    assert all(float(params[0].abs().sum()) == 0 for params in device_params)
+
+
+def test_gradients_themselves_change_in_allreduce():
+    """The text's Paddle edition rebinds the entry of the list instead, and device 1 keeps its own gradient."""
+    gradients = [paddle.full([2], float(i + 1)) for i in range(2)]
+    lockstep.allreduce(list(gradients))
+    assert [gradient.tolist() for gradient in gradients] == [[3, 3], [3, 3]]
+
+
+def test_replicas_get_gradients():
+    (param,) = lockstep.get_params([paddle.ones([2])], "cpu:0")
+    (param * 3).sum().backward()
+    assert param.grad.tolist() == [3, 3]
