@@ -4,9 +4,11 @@ import importlib
 import inspect
 import json
 import math
+import re
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -80,6 +82,7 @@ def test_the_framework_is_recognised_and_no_other_is_imported(name):
     program = f"""
 import sys
 import warnings
+from pathlib import Path
 from lockstep import allreduce
 from lockstep.backends import load_backend
 from lockstep.device import Device
@@ -253,7 +256,7 @@ def test_batches_smaller_than_the_shards_keep_the_bits_too(name, few):
 def test_runs_on_the_small_data_set_as_the_command_line_does_them(name, lockstep):
     """Same hash for k = 1, 2 and 4; the loss of the first step is the oracle's."""
     settings = ("--backend", name, "--data", "fashion-mnist-mini", "--epochs", 2, "--json")
-    answers = [lockstep("train", *settings, "--devices", k).json for k in (1, 2, 4)]
+    answers = [lockstep("train", *settings, "--devices", ",".join(devices(k))).json for k in (1, 2, 4)]
     assert len({answer["weights_sha256"] for answer in answers}) == 1
     assert [len(answer["devices"]) for answer in answers] == [1, 2, 4]
     data, start = load_dataset("fashion-mnist-mini"), init_lenet(seed=0)
@@ -386,7 +389,7 @@ def test_with_one_shard_the_weights_are_those_of_the_texts_program(name, scale, 
         backend=name,
         data="fashion-mnist-mini",
         num_shards=1,
-        devices=1,
+        devices="cpu:0",
         num_epochs=1,
         batch_size=batch_size,
         learning_rate=lr,
@@ -417,7 +420,7 @@ def test_a_run_saved_in_one_framework_is_evaluated_in_another(name, lockstep, tm
             num_epochs=1,
             batch_size=20,
             learning_rate=0.1,
-            devices=2,
+            devices="cpu:0,cpu:1",
             out=tmp_path / trained,
         )
         log = RunLog(config.out)
@@ -426,7 +429,9 @@ def test_a_run_saved_in_one_framework_is_evaluated_in_another(name, lockstep, tm
         run = event.result
         assert run.test_accuracy > 0.4, "the run must have learned something for the comparison to mean anything"
         for k in (1, 3):
-            again = lockstep("evaluate", config.out, "--backend", evaluated, "--devices", k, "--json").json
+            again = lockstep(
+                "evaluate", config.out, "--backend", evaluated, "--devices", ",".join(devices(k)), "--json"
+            ).json
             assert again["test_accuracy"] == pytest.approx(run.test_accuracy, abs=1e-3)
             assert again["weights_sha256"] == run.weights_sha256
 
@@ -441,6 +446,14 @@ def test_a_run_leaves_everything_behind_and_can_be_compared(name, lockstep, tiny
     config = json.loads((tmp_path / "grid" / "k2-batch256-lr0.2" / "config.json").read_text())
     assert config["backend"] == name
     assert "epoch 1/1" in answer.err
+
+
+def test_the_example_in_the_documentation_runs(name, tmp_path, monkeypatch, capsys):
+    page = (Path(__file__).parents[2] / "docs" / "frameworks.md").read_text()
+    (block,) = re.findall(rf"^```python {name}\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block, f"docs/frameworks.md, {name}", "exec"), {})
+    assert 0 <= float(capsys.readouterr().out) <= 1
 
 
 # --- what a framework cannot do ---

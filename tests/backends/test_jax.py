@@ -6,11 +6,16 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import lockstep
 from lockstep.backends import load_backend
 from lockstep.backends.hardware import cpu
 from lockstep.backends.jax import _gradient_of
+from lockstep.device import Device
+from lockstep.layout import layout_of
+from lockstep.models import cross_entropy_sum
+from lockstep.models.lenet import init_lenet, lenet
 
 JAX = load_backend("jax")
 TWO = ["cpu:0", "cpu:1"]
@@ -67,3 +72,32 @@ def test_a_captured_function_follows_the_shapes_it_is_given():
     double = JAX.capture(lambda x: x + x)
     for size in (1, 3, 1):
         np.testing.assert_array_equal(double(jnp.ones(size)), 2 * np.ones(size))
+
+
+# --- on a GPU ---
+
+needs_gpu = pytest.mark.skipif(len(JAX.hardware()) == 1, reason="needs a GPU that JAX can use, and there is none")
+
+
+@pytest.mark.cuda
+@needs_gpu
+def test_one_gpu_listed_once_and_twice_gives_the_same_bits_and_so_does_another_run(lockstep):
+    settings = ("--backend", "jax", "--data", "fashion-mnist-mini", "--batch-size", 100, "--epochs", 2, "--json")
+    lists = ("cuda:0", "cuda:0,cuda:0", "cuda:0,cuda:0,cuda:0", "cuda:0")
+    answers = [lockstep("train", *settings, "--devices", places).json for places in lists]
+    assert len({answer["weights_sha256"] for answer in answers}) == 1
+
+
+@pytest.mark.cuda
+@needs_gpu
+def test_value_and_gradient_on_a_gpu_are_the_oracles():
+    """In full float32: in the GPU's reduced precision the difference would be a hundred times as large."""
+    oracle, gpu = load_backend("numpy"), Device("cuda:0")
+    start = {name: 5 * array for name, array in init_lenet(seed=1).items()}
+    layout, loss_sum = layout_of(start), cross_entropy_sum(lenet)
+    flat = layout.flatten(list(start.values()))
+    X, y = np.random.RandomState(0).rand(12, 1, 28, 28).astype(np.float32), np.arange(12) % 10
+    _, expected = oracle.value_and_grad(loss_sum, layout, flat, X, y)
+    _, found = JAX.value_and_grad(loss_sum, layout, *(JAX.from_numpy(array, gpu) for array in (flat, X, y)))
+    assert JAX.device_of(found) == gpu
+    np.testing.assert_allclose(JAX.to_numpy(found), expected, rtol=0, atol=2e-5)

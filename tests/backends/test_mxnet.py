@@ -1,5 +1,9 @@
 """What is MXNet's own: contexts as logical devices, two kinds of arrays, empty arrays."""
 
+import os
+import subprocess
+import sys
+
 import mxnet
 import numpy as np
 import pytest
@@ -48,3 +52,32 @@ def test_a_split_over_more_devices_than_samples_leaves_empty_parts():
     X_parts, y_parts = lockstep.split_batch(mxnp.ones((1, 2)), mxnp.zeros(1), ["cpu:0", "cpu:1", "cpu:2"])
     assert [MXNET.to_numpy(part).shape for part in X_parts] == [(1, 2), (0, 2), (0, 2)]
     assert [MXNET.to_numpy(part).shape for part in y_parts] == [(1,), (0,), (0,)]
+
+
+# --- threads inside an operation: read when MXNet is imported ---
+
+TRAIN = "print(lockstep.train(2, num_epochs=1, data='fashion-mnist-mini', backend='mxnet', quiet=True).weights_sha256)"
+
+
+def run_python(program, num_threads):
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        env={**os.environ, "OMP_NUM_THREADS": num_threads},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_the_users_number_of_threads_reaches_neither_the_run_nor_is_it_changed():
+    program = f"import lockstep, os; {TRAIN}; print(os.environ['OMP_NUM_THREADS'])"
+    one, two = (run_python(program, number).stdout.split() for number in ("1", "2"))
+    assert one[0] == two[0]
+    assert (one[1], two[1]) == ("1", "2")
+
+
+def test_where_mxnet_was_imported_before_with_several_threads_a_run_is_refused_instead_of_hanging():
+    refused = run_python(f"import mxnet, lockstep; {TRAIN}", "2")
+    assert "MXNet was imported before Lockstep, with 2 threads for an operation" in refused.stderr
+    assert "Set OMP_NUM_THREADS=1 before Python starts" in refused.stderr
+    assert run_python(f"import mxnet, lockstep; {TRAIN}", "1").returncode == 0

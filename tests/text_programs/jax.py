@@ -25,6 +25,11 @@ def gradients(params, X, y):
 
 
 def train(start, batches, num_devices, lr):
+    with jax.default_device(jax.devices("cpu")[0]):  # also where there is a GPU
+        return train_here(start, batches, num_devices, lr)
+
+
+def train_here(start, batches, num_devices, lr):
     replicas = [[jnp.array(array) for array in start] for _ in range(num_devices)]
     for X, y in batches:
         X_parts, y_parts = np.array_split(X, num_devices), np.array_split(y, num_devices)

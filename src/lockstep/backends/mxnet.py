@@ -2,18 +2,22 @@
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-# MXNet reads these once, when it starts: one thread inside an operation; on GPUs no algorithm that is picked by
-# timing, and none that adds in the order of arrival. What is there already stays.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+from lockstep.backends.sessions import environment_variable
+
+# On GPUs no algorithm that is picked by timing, and none that adds in the order of arrival.
 os.environ.setdefault("MXNET_CUDNN_AUTOTUNE_DEFAULT", "0")
 os.environ.setdefault("MXNET_ENFORCE_DETERMINISM", "1")
 
-import mxnet
+with environment_variable("OMP_NUM_THREADS", "1"):  # the threads of an operation: read at import, and never again
+    import mxnet
+
 import numpy
 from mxnet import autograd, np, npx
 from mxnet.numpy import ndarray as Tensor
+from threadpoolctl import threadpool_info
 
 from lockstep.backends.hardware import cpu
 from lockstep.backends.protocol import Capabilities, Function, LossSum
@@ -57,6 +61,12 @@ class MxnetBackend:
     capabilities = Capabilities(gpus=True, capture=False, sees_random_draws=False)
     ops = MxnetOps()
 
+    def __init__(self) -> None:
+        with ThreadPoolExecutor() as fresh:  # what MXNet's own threads get is what any new thread gets
+            libraries = fresh.submit(threadpool_info).result()
+        own = (library["num_threads"] for library in libraries if "libgomp.so" in library["filepath"])
+        self._num_threads = max(own, default=1)
+
     # --- the machine ---
 
     def version(self) -> str:
@@ -73,7 +83,13 @@ class MxnetBackend:
 
     @contextmanager
     def session(self, devices: list[Device]) -> Iterator[None]:
-        yield  # the settings above are for good
+        if self._num_threads > 1:  # two devices would wait for each other in a matrix product, and never come back
+            raise BackendError(
+                f"MXNet was imported before Lockstep, with {self._num_threads} threads for an operation, and hangs "
+                f"when several devices work like that. Set OMP_NUM_THREADS=1 before Python starts, or call "
+                f"lockstep.devices(2, backend='mxnet') before mxnet is imported."
+            )
+        yield
 
     def start_worker(self, device: Device) -> None:
         npx.set_np()

@@ -1,5 +1,6 @@
 """Settings that belong to the whole process: one run at a time may change them."""
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,3 +20,17 @@ def one_at_a_time(lock: threading.Lock, framework: str) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+@contextmanager
+def environment_variable(name: str, value: str) -> Iterator[None]:
+    """Sets a variable of the process's environment; afterwards it is as it was."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
