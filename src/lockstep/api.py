@@ -28,7 +28,7 @@ from lockstep.evaluate import num_correct
 from lockstep.exchange import schedule_for
 from lockstep.exchange.nodes import Node
 from lockstep.layout import Layout, sha256_of
-from lockstep.models import Forward, cross_entropy_sum
+from lockstep.models import CrossEntropySum, Forward
 from lockstep.models.lenet import init_lenet, lenet
 from lockstep.report.events import Result
 from lockstep.run import run
@@ -168,7 +168,7 @@ def train_batch(
     with InProcess(backend, places, exchange) as engine:
         replicas = _replicas(engine, layout, device_params)
         batch, drawn = _batch(backend, X, y, places), backend.random_state()
-        replicas, _ = train_step(engine, cross_entropy_sum(net), layout, replicas, batch, num_shards, rule)
+        replicas, _ = train_step(engine, CrossEntropySum(net), layout, replicas, batch, num_shards, rule)
         if backend.random_state() != drawn:
             raise RunError(
                 "The model drew random numbers (dropout?): their order would depend on the devices, and so would the "

@@ -19,7 +19,7 @@ from lockstep.errors import Interrupted, RunError
 from lockstep.evaluate import num_correct
 from lockstep.exchange import EXCHANGES, KEEPS_THE_TREE
 from lockstep.layout import Array, layout_of, sha256_of
-from lockstep.models import MODELS, Model, cross_entropy_sum
+from lockstep.models import MODELS, CrossEntropySum, Model
 from lockstep.registry import pick
 from lockstep.report.events import EpochDone, Event, Result, RunDone, RunStarted, RunStopped, StepDone
 from lockstep.samples import Samples
@@ -57,7 +57,7 @@ def train(config: RunConfig, prepared: Prepared) -> Generator[Event, None, None]
     backend, engine_type, devices, model, data = prepared
     initial = model.init(config.seed)
     layout = layout_of(initial)
-    loss_sum, rule = cross_entropy_sum(model.forward), Sgd(config.learning_rate)
+    loss_sum, rule = CrossEntropySum(model.forward), Sgd(config.learning_rate)
     num_train, num_test = len(data.X_train), len(data.X_test)
     history: list[EpochDone] = []
     params: dict[str, Array] = {}  # after the last finished epoch

@@ -76,7 +76,7 @@ def evaluate_run(
     backend_name: str | None = None,
     progress: Progress = no_progress,
 ) -> Evaluation:
-    """How many test samples the run in `folder` gets right; the same for any devices, and in any framework."""
+    """How many test samples the run in `folder` gets right: the same on any devices, nearly so in any framework."""
     settings, weights = read_run(folder)
     model = pick(MODELS, _recorded(settings, "model", folder), "model")
     backend = load_backend(backend_name or _recorded(settings, "backend", folder))

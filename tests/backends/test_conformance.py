@@ -23,7 +23,7 @@ from lockstep.device import Device
 from lockstep.epochs import prepare, train
 from lockstep.errors import BackendError, ConfigError, RankError
 from lockstep.layout import Layout, layout_of, sha256_of
-from lockstep.models import MODELS, cross_entropy_sum
+from lockstep.models import MODELS, CrossEntropySum
 from lockstep.models.lenet import init_lenet
 from lockstep.models.model import Model
 from lockstep.report.runlog import RunLog
@@ -187,7 +187,7 @@ def test_value_and_gradient_of_lenet_are_the_oracles(backend, num_samples):
     layout = layout_of(start)
     flat = layout.flatten(list(start.values()))
     X, y = np.abs(random_array(num_samples, 1, 28, 28)), np.arange(num_samples) % 10
-    loss_sum = cross_entropy_sum(LENET.forward)
+    loss_sum = CrossEntropySum(LENET.forward)
     expected_loss, expected = ORACLE.value_and_grad(loss_sum, layout, flat, X, y)
     loss, gradient = backend.value_and_grad(loss_sum, layout, *on(backend, flat, X, y))
     close(float(loss), expected_loss)

@@ -14,7 +14,7 @@ from lockstep.backends.hardware import cpu
 from lockstep.backends.jax import _gradient_of
 from lockstep.device import Device
 from lockstep.layout import layout_of
-from lockstep.models import cross_entropy_sum
+from lockstep.models import CrossEntropySum
 from lockstep.models.lenet import init_lenet, lenet
 
 JAX = load_backend("jax")
@@ -94,7 +94,7 @@ def test_value_and_gradient_on_a_gpu_are_the_oracles():
     """In full float32: in the GPU's reduced precision the difference would be a hundred times as large."""
     oracle, gpu = load_backend("numpy"), Device("cuda:0")
     start = {name: 5 * array for name, array in init_lenet(seed=1).items()}
-    layout, loss_sum = layout_of(start), cross_entropy_sum(lenet)
+    layout, loss_sum = layout_of(start), CrossEntropySum(lenet)
     flat = layout.flatten(list(start.values()))
     X, y = np.random.RandomState(0).rand(12, 1, 28, 28).astype(np.float32), np.arange(12) % 10
     _, expected = oracle.value_and_grad(loss_sum, layout, flat, X, y)

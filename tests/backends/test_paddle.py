@@ -10,7 +10,7 @@ from lockstep.device import Device
 from lockstep.engines import InProcess
 from lockstep.errors import BackendError, LockstepError
 from lockstep.layout import layout_of
-from lockstep.models import MODELS, cross_entropy_sum
+from lockstep.models import MODELS, CrossEntropySum
 
 PADDLE = load_backend("paddle")
 CPU = Device("cpu:0")
@@ -40,7 +40,7 @@ def test_backward_on_many_threads_at_the_same_time_neither_crashes_nor_changes_a
     """`paddle.grad` does crash: this is why the backend does not use it."""
     start = MODELS["lenet"].init(0)
     layout = layout_of(start)
-    loss_sum = cross_entropy_sum(MODELS["lenet"].forward)
+    loss_sum = CrossEntropySum(MODELS["lenet"].forward)
     random = np.random.RandomState(0)
     X, y = random.rand(4, 1, 28, 28).astype(np.float32), np.arange(4)
 

@@ -12,7 +12,7 @@ from lockstep.engines import Batch, InProcess
 from lockstep.epochs import prepare, train
 from lockstep.exchange.nodes import Node, sum_of
 from lockstep.layout import layout_of
-from lockstep.models import cross_entropy_sum
+from lockstep.models import CrossEntropySum
 from lockstep.models.lenet import init_lenet, lenet
 from lockstep.report.events import EpochDone, RunDone
 from lockstep.split.batch import split_into_shards
@@ -93,7 +93,7 @@ def one_step(num_ranks, num_samples=50, num_shards=8, **engine_settings):
     _, _, batch = batch_of(num_samples)
     with InProcess(TORCH, devices, **engine_settings) as engine:
         replicas = engine.replicate(layout.flatten(list(params.values())))
-        replicas, _ = train_step(engine, cross_entropy_sum(lenet), layout, replicas, batch, num_shards, Sgd(0.5))
+        replicas, _ = train_step(engine, CrossEntropySum(lenet), layout, replicas, batch, num_shards, Sgd(0.5))
         return [TORCH.to_numpy(flat) for flat in replicas]
 
 
@@ -132,7 +132,7 @@ def test_the_step_adds_leaves_in_the_tree_and_divides_once():
         def gradient(rank, device, number):
             X, y = batch.fetch(0, shards[number].start, shards[number].stop)
             parameters = TORCH.from_numpy(flat, device)
-            return TORCH.to_numpy(TORCH.value_and_grad(cross_entropy_sum(lenet), layout, parameters, X, y)[1])
+            return TORCH.to_numpy(TORCH.value_and_grad(CrossEntropySum(lenet), layout, parameters, X, y)[1])
 
         leaves = [engine.each("leaf", gradient, [number])[0] for number in range(num_shards)]
     total = sum_of(Node(0, num_shards), leaf=leaves.__getitem__, add=np.add)

@@ -1,8 +1,8 @@
 """Models by name."""
 
 from lockstep.models.lenet import LENET
-from lockstep.models.model import Forward, Model, cross_entropy_sum
+from lockstep.models.model import CrossEntropySum, Forward, Model
 
-__all__ = ["MODELS", "Forward", "Model", "cross_entropy_sum"]
+__all__ = ["MODELS", "CrossEntropySum", "Forward", "Model"]
 
 MODELS = {"lenet": LENET}

@@ -2,9 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 
-from lockstep.backends import LossSum, Tensor, backend_of
+from lockstep.backends import Tensor, backend_of
 from lockstep.data import Dataset
 from lockstep.errors import ConfigError
 from lockstep.layout import Array
@@ -36,14 +35,14 @@ class Model:
             )
 
 
-@lru_cache(maxsize=16)  # one function for one model, so that who captures it captures it once
-def cross_entropy_sum(forward: Forward) -> LossSum:
+@dataclass(frozen=True)  # equal for equal models, so that who captures it captures it once
+class CrossEntropySum:
     """The loss of a model: softmax cross-entropy, summed (never averaged) over the samples."""
 
-    def loss_sum(params: list[Tensor], X: Tensor, y: Tensor) -> Tensor:
-        return backend_of(X).ops.cross_entropy_sum(forward(X, params), y)
+    forward: Forward
 
-    return loss_sum
+    def __call__(self, params: list[Tensor], X: Tensor, y: Tensor) -> Tensor:
+        return backend_of(X).ops.cross_entropy_sum(self.forward(X, params), y)
 
 
 def _times(shape: tuple[int, ...]) -> str:
