@@ -5,7 +5,6 @@ NOX := .venv/nox/bin/nox
 BIN := .venv/torch/bin
 READY := .venv/torch/installed
 COMMA := ,
-export BACKENDS
 
 .PHONY: train test bench clean
 

@@ -7,6 +7,7 @@ What is wrong in one or another edition of the text is mended here:
   refuses, one leaves devices without a part), and works for logical CPU devices too.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -161,6 +162,7 @@ def train_batch(
     True
     """
     backend = _backend_of_batch(X, y)
+    _check_labels(backend, y)
     places = _check_replicas(X, device_params, devices)
     rule = Sgd(RunConfig(learning_rate=lr, num_shards=num_shards).learning_rate)  # checked
     check_ranks(len(places), num_shards)
@@ -168,11 +170,16 @@ def train_batch(
     with InProcess(backend, places, exchange) as engine:
         replicas = _replicas(engine, layout, device_params)
         batch, drawn = _batch(backend, X, y, places), backend.random_state()
-        replicas, _ = train_step(engine, CrossEntropySum(net), layout, replicas, batch, num_shards, rule)
+        replicas, losses = train_step(engine, CrossEntropySum(net), layout, replicas, batch, num_shards, rule)
         if backend.random_state() != drawn:
             raise RunError(
                 "The model drew random numbers (dropout?): their order would depend on the devices, and so would the "
                 "weights. Leave them out; the parameters are as they were."
+            )
+        if not all(math.isfinite(loss) for own in losses for loss in own):
+            raise RunError(
+                "The loss is not a number: a label may be larger than the last class, a sample or a parameter may not "
+                "be a number, or the learning rate was too large before. The parameters are as they were."
             )
 
         def write_back(rank: int, device: Device, params: list[Tensor], flat: Tensor) -> None:
@@ -195,6 +202,7 @@ def evaluate_accuracy(
     0.1
     """
     backend = _backend_of_batch(X, y)
+    _check_labels(backend, y)
     places = _check_replicas(X, device_params, devices)
     layout = _layout(device_params[0])
     with InProcess(backend, places) as engine:
@@ -256,6 +264,12 @@ def _backend_of_batch(X: Tensor, y: Tensor) -> Backend:
     if not len(X):
         raise ConfigError("The batch is empty. Give it one sample or more.")
     return backend
+
+
+def _check_labels(backend: Backend, y: Tensor) -> None:
+    smallest = backend.to_numpy(y).min()
+    if smallest < 0:  # some frameworks count from the end, some leave such a sample out, and some fail
+        raise ConfigError(f"A label is {smallest}. Labels are whole numbers from 0 on, one for each class.")
 
 
 def _check_replicas(X: Tensor, device_params: list[list[Tensor]], devices: Sequence[str]) -> list[Device]:

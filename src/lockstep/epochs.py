@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lockstep.backends import Backend, check_engine, devices_for, load_backend
+from lockstep.backends import Backend, devices_for, load_backend
 from lockstep.config import RunConfig, check_batch, check_ranks
 from lockstep.data import Dataset, load_dataset
 from lockstep.data.order import sample_order
@@ -40,10 +40,10 @@ class Prepared(NamedTuple):
 def prepare(config: RunConfig, progress: Progress = no_progress) -> Prepared:
     """Finds everything the run needs, cheapest first; raises before anything is started or written."""
     model = pick(MODELS, config.model, "model")
-    engine = pick(ENGINES, config.engine, "engine")
     pick(EXCHANGES, config.exchange, "exchange")
     backend = load_backend(config.backend)
-    check_engine(backend, config.engine)
+    able = {name: ENGINES[name] for name in backend.capabilities.engines}
+    engine = pick(able, config.engine, f"engine for {backend.name}")
     devices = devices_for(backend, config.devices, at_most=config.num_shards)
     check_ranks(len(devices), config.num_shards)
     data = load_dataset(config.data, config.data_dir, progress)
@@ -72,6 +72,7 @@ def train(config: RunConfig, prepared: Prepared) -> Generator[Event, None, None]
             yield RunStarted(
                 config=asdict(config),
                 data_sha256=data.sha256,
+                backend_version=backend.version(),
                 devices=[str(device) for device in devices],
                 num_train_samples=num_train,
                 num_test_samples=num_test,
@@ -120,6 +121,8 @@ def train(config: RunConfig, prepared: Prepared) -> Generator[Event, None, None]
             test_accuracy=history[-1].test_accuracy,
             seconds_per_epoch=seconds_per_epoch,
             samples_per_second=num_train / seconds_per_epoch,
+            backend=backend.name,
+            backend_version=backend.version(),
             devices=[str(device) for device in devices],
             steps=step,
             first_loss=first_loss,

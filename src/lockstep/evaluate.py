@@ -52,6 +52,8 @@ class Evaluation:
     test_accuracy: float
     num_correct: int
     num_samples: int
+    backend: str
+    backend_version: str
     devices: list[str]
     weights_sha256: str
     run: Path
@@ -97,6 +99,8 @@ def evaluate_run(
         test_accuracy=correct / len(data.X_test),
         num_correct=correct,
         num_samples=len(data.X_test),
+        backend=backend.name,
+        backend_version=backend.version(),
         devices=[str(place) for place in places],
         weights_sha256=sha256_of(list(params.values())),
         run=folder,

@@ -18,7 +18,7 @@ SOURCE = Path(lockstep.__file__).parents[1]
 
 
 def test_a_missing_framework_is_an_error_with_the_command_that_mends_it(monkeypatch):
-    monkeypatch.setitem(BACKENDS, "missing_framework", "missing-framework==1.0")
+    monkeypatch.setitem(BACKENDS, "missing_framework", "pip install missing-framework==1.0")
     with pytest.raises(BackendError) as refused:
         load_backend("missing_framework")
     assert str(refused.value).startswith(
@@ -41,7 +41,7 @@ def test_a_framework_that_cannot_be_imported_is_an_error_in_one_line(tmp_path):
     assert done.returncode == 2
     assert done.stderr.startswith(
         "lockstep: The backend 'mxnet' cannot be used: importing mxnet fails with AttributeError: numpy has no "
-        "attribute bool. Install it: pip install mxnet==1.9.1 numpy==1.23.5; or use what is here: "
+        "attribute bool. Install it: python3.11 -m pip install mxnet==1.9.1 numpy==1.23.5; or use what is here: "
     )
     assert len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "runs").exists()
@@ -82,7 +82,7 @@ def test_the_framework_is_recognised_from_a_subclass_too():
         pass
 
     assert backend_of(np.ones(1).view(Mine)).name == "numpy"
-    for wrong in (None, 1.0, "tensor", [1.0], object()):
+    for wrong in (None, 1.0, "tensor", [1.0], object(), np.random.RandomState(0)):
         with pytest.raises(BackendError, match=f"A {type(wrong).__name__} is not a tensor of a known framework"):
             backend_of(wrong)
 

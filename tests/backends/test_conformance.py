@@ -14,14 +14,15 @@ import numpy as np
 import pytest
 
 import lockstep
-from lockstep.backends import BACKENDS, backend_of, check_engine, load_backend
+from lockstep.backends import BACKENDS, backend_of, load_backend
 from lockstep.backends.protocol import Backend, Capabilities, Ops
 from lockstep.config import RunConfig
 from lockstep.data import load_dataset
 from lockstep.data.order import sample_order
 from lockstep.device import Device
+from lockstep.engines import InProcess
 from lockstep.epochs import prepare, train
-from lockstep.errors import BackendError, ConfigError, RankError
+from lockstep.errors import BackendError, ConfigError, LockstepError, RankError
 from lockstep.layout import Layout, layout_of, sha256_of
 from lockstep.models import MODELS, CrossEntropySum
 from lockstep.models.lenet import init_lenet
@@ -86,6 +87,7 @@ from pathlib import Path
 from lockstep import allreduce
 from lockstep.backends import load_backend
 from lockstep.device import Device
+from lockstep.engines import InProcess
 import numpy
 backend = load_backend({name!r})
 allreduce([backend.from_numpy(numpy.ones(3, numpy.float32), Device("cpu:0")) for _ in range(2)])
@@ -181,6 +183,36 @@ def test_an_operation_does_what_the_oracles_does(backend, operation, arrays, mor
     assert tuple(found.shape) == np.shape(expected)
 
 
+@pytest.mark.parametrize(
+    ("operation", "shapes", "more"),
+    [
+        ("conv2d", ((2, 3, 7, 8), (4, 3, 3, 2), (4,)), ()),
+        ("relu", ((2, 12),), ()),
+        ("avg_pool2d", ((2, 3, 7, 9),), (2,)),
+        ("avg_pool2d", ((2, 3, 7, 9),), (3,)),
+        ("linear", ((2, 3), (3, 4), (4,)), ()),
+        ("flatten", ((2, 3, 4),), ()),
+    ],
+)
+@pytest.mark.parametrize("scale", [1, 50])
+def test_the_gradient_of_an_operation_is_the_oracles(backend, operation, shapes, more, scale):
+    """With respect to every input; a scale of 50 makes scores that a softmax must not overflow on."""
+    layout = Layout(tuple(map(str, range(len(shapes)))), shapes)
+    flat = layout.flatten([random_array(*shape, seed=number) for number, shape in enumerate(shapes)])
+    flat[: math.prod(shapes[0])] *= scale
+
+    def loss_sum(params, X, y):
+        ops = backend_of(X).ops
+        return ops.cross_entropy_sum(ops.flatten(getattr(ops, operation)(*params, *more)), y)
+
+    arrays = flat, random_array(2), np.array([1, 3])
+    expected_loss, expected = ORACLE.value_and_grad(loss_sum, layout, *arrays)
+    loss, gradient = backend.value_and_grad(loss_sum, layout, *on(backend, *arrays))
+    close(float(loss), expected_loss)
+    np.testing.assert_allclose(backend.to_numpy(gradient), expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+    assert np.abs(expected).max() > 0.1
+
+
 @pytest.mark.parametrize("num_samples", [1, 12])
 def test_value_and_gradient_of_lenet_are_the_oracles(backend, num_samples):
     start = {name: 5 * array for name, array in init_lenet(seed=1).items()}
@@ -244,6 +276,23 @@ def test_the_bits_do_depend_on_what_is_part_of_the_run(result_of):
     assert len(set(hashes)) == 3
 
 
+def test_many_devices_at_the_same_time_change_no_bit(backend):
+    """Four ranks, each through forward and backward fifty times, with nothing to hold them apart."""
+    start = init_lenet(seed=0)
+    layout, loss_sum = layout_of(start), CrossEntropySum(LENET.forward)
+    X, y = np.abs(random_array(4, 1, 28, 28)), np.arange(4)
+
+    def gradients(rank, device, flat):
+        own = flat, backend.from_numpy(X, device), backend.from_numpy(y, device)
+        results = [backend.value_and_grad(loss_sum, layout, *own) for _ in range(50)]
+        return {backend.to_numpy(gradient).tobytes() for _, gradient in results}
+
+    with InProcess(backend, [Device(place) for place in devices(4)]) as engine:
+        replicas = engine.replicate(layout.flatten(list(start.values())))
+        found = engine.each("forward and backward", gradients, replicas)
+    assert len(set.union(*found)) == 1
+
+
 def test_batches_smaller_than_the_shards_keep_the_bits_too(name, few):
     hashes = set()
     for k in (1, 3):
@@ -270,14 +319,14 @@ def test_runs_on_the_small_data_set_as_the_command_line_does_them(name, lockstep
 
 
 def test_get_params_always_copies(backend):
-    params = on(backend, random_array(3, 2), random_array(2))
+    arrays = [random_array(3, 2), random_array(2)]
+    params = on(backend, *arrays)
     for device in devices(2):
-        replica = lockstep.get_params(params, device)
-        assert [backend.to_numpy(param.detach() if hasattr(param, "detach") else param).shape for param in replica] == [
-            (3, 2),
-            (2,),
-        ]
-        assert all(new is not old for new, old in zip(replica, params, strict=True))
+        for new, old, array in zip(lockstep.get_params(params, device), params, arrays, strict=True):
+            assert backend.to_numpy(backend.copy_to(new, CPU)).tobytes() == array.tobytes()
+            zeros = backend.from_numpy(np.zeros_like(array), Device(device))
+            assert not backend.to_numpy(backend.assign(new, zeros)).any()
+            assert backend.to_numpy(old).tobytes() == array.tobytes()
 
 
 @pytest.mark.parametrize("exchange", [*KEEPS_BITS, "ring"])
@@ -359,6 +408,23 @@ def test_parameters_that_are_not_float32_are_refused(backend):
         lockstep.train_batch(X, y, [params], ["cpu:0"], lr=0.1)
 
 
+@pytest.mark.parametrize("label", [-1, -100, 10, 1000])
+def test_a_label_that_is_no_class_is_refused_and_nothing_has_changed(backend, label):
+    arrays = list(init_lenet(seed=0).values())
+    X, y = on(backend, random_array(12, 1, 28, 28), np.array([*range(10), 0, label]))
+    device_params = [lockstep.get_params(on(backend, *arrays), device) for device in devices(2)]
+    with pytest.raises(LockstepError, match=r"[Ll]abel|out of|index|expected"):
+        lockstep.train_batch(X, y, device_params, devices(2), lr=0.1)
+    for replica in device_params:
+        assert sha256_of([backend.to_numpy(backend.copy_to(param, CPU)) for param in replica]) == sha256_of(arrays)
+
+
+def test_what_is_no_tensor_of_the_framework_is_refused(backend):
+    for wrong in (backend, on(backend, random_array(1))[0].dtype):
+        with pytest.raises(BackendError, match="is not a tensor of a known framework"):
+            lockstep.get_params([wrong], "cpu:0")
+
+
 def test_a_model_that_raises_is_named_with_rank_device_and_line(backend):
     def broken(X, params):
         raise ValueError("no such layer")
@@ -434,6 +500,7 @@ def test_a_run_saved_in_one_framework_is_evaluated_in_another(name, lockstep, tm
             ).json
             assert again["test_accuracy"] == pytest.approx(run.test_accuracy, abs=1e-3)
             assert again["weights_sha256"] == run.weights_sha256
+            assert again["backend"] == evaluated
 
 
 def test_a_run_leaves_everything_behind_and_can_be_compared(name, lockstep, tiny, tmp_path):
@@ -445,6 +512,8 @@ def test_a_run_leaves_everything_behind_and_can_be_compared(name, lockstep, tiny
     assert files == {"config.json", "metrics.jsonl", "result.json", "curve.png", "weights.safetensors"}
     config = json.loads((tmp_path / "grid" / "k2-batch256-lr0.2" / "config.json").read_text())
     assert config["backend"] == name
+    result = json.loads((tmp_path / "grid" / "k2-batch256-lr0.2" / "result.json").read_text())
+    assert (result["backend"], result["backend_version"]) == (name, load_backend(name).version())
     assert "epoch 1/1" in answer.err
 
 
@@ -472,9 +541,10 @@ def test_capture_gives_the_same_function_or_a_sentence(backend):
     assert backend.to_numpy(captured(x)).tobytes() == backend.to_numpy(double(x)).tobytes()
 
 
-def test_an_engine_that_a_framework_cannot_use_is_refused_with_the_alternative(backend):
-    with pytest.raises(BackendError, match=f"The engine 'elsewhere' cannot run {backend.name}. Use --engine inprocess"):
-        check_engine(backend, "elsewhere")
+def test_an_engine_that_a_framework_does_not_have_is_refused_with_those_it_has(name, lockstep, tiny):
+    answer = lockstep("train", "--backend", name, "--engine", "elsewhere", "--data", tiny)
+    assert answer.status == 2
+    assert f"There is no engine for {name} called 'elsewhere'. There are: inprocess." in answer.err
 
 
 def test_gpus_that_are_not_there_are_refused(name, backend, lockstep, tiny):
@@ -508,3 +578,36 @@ def test_a_loss_that_is_no_number_stops_the_run(name, lockstep, tiny):
 def test_the_first_loss_of_a_run_is_that_of_ten_classes_guessed_at_random(result_of):
     assert result_of(1).first_loss == pytest.approx(math.log(10), abs=0.01)
     assert result_of(1).first_loss == result_of(4).first_loss
+
+
+# --- on a GPU, where there is one that the framework can use ---
+
+
+@pytest.fixture
+def gpu(backend):
+    if len(backend.hardware()) == 1:
+        pytest.skip(f"no GPU is visible to {backend.name}")
+    return Device("cuda:0")
+
+
+@pytest.mark.cuda
+def test_one_gpu_listed_several_times_gives_the_same_bits_and_so_does_another_run(name, gpu, lockstep):
+    settings = ("--backend", name, "--data", "fashion-mnist-mini", "--batch-size", 100, "--epochs", 2, "--json")
+    answers = [lockstep("train", *settings, "--devices", ",".join([gpu] * k)).json for k in (1, 2, 3, 1)]
+    assert len({answer["weights_sha256"] for answer in answers}) == 1
+
+
+@pytest.mark.cuda
+def test_value_and_gradient_on_a_gpu_are_the_oracles(backend, gpu):
+    """In full float32: in the GPU's reduced precision the difference would be a hundred times as large."""
+    start = {key: 5 * array for key, array in init_lenet(seed=1).items()}
+    layout, loss_sum = layout_of(start), CrossEntropySum(LENET.forward)
+    arrays = layout.flatten(list(start.values())), np.abs(random_array(12, 1, 28, 28)), np.arange(12) % 10
+    _, expected = ORACLE.value_and_grad(loss_sum, layout, *arrays)
+    with InProcess(backend, [gpu]) as engine:
+        own = [backend.from_numpy(array, gpu) for array in arrays]
+        ((_, found),) = engine.each(
+            "forward and backward", lambda rank, device: backend.value_and_grad(loss_sum, layout, *own)
+        )
+    assert backend.device_of(found) == gpu
+    np.testing.assert_allclose(backend.to_numpy(found), expected, rtol=0, atol=5e-5)

@@ -78,6 +78,6 @@ def test_the_users_number_of_threads_reaches_neither_the_run_nor_is_it_changed()
 
 def test_where_mxnet_was_imported_before_with_several_threads_a_run_is_refused_instead_of_hanging():
     refused = run_python(f"import mxnet, lockstep; {TRAIN}", "2")
-    assert "MXNet was imported before Lockstep, with 2 threads for an operation" in refused.stderr
+    assert "was loaded before Lockstep's backend, with 2 threads for an operation" in refused.stderr
     assert "Set OMP_NUM_THREADS=1 before Python starts" in refused.stderr
     assert run_python(f"import mxnet, lockstep; {TRAIN}", "1").returncode == 0

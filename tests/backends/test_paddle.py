@@ -1,6 +1,5 @@
 """What is Paddle's own: settings of the process, and threads."""
 
-import numpy as np
 import paddle
 import pytest
 
@@ -9,8 +8,6 @@ from lockstep.backends import load_backend
 from lockstep.device import Device
 from lockstep.engines import InProcess
 from lockstep.errors import BackendError, LockstepError
-from lockstep.layout import layout_of
-from lockstep.models import MODELS, CrossEntropySum
 
 PADDLE = load_backend("paddle")
 CPU = Device("cpu:0")
@@ -34,24 +31,6 @@ def test_a_second_session_is_refused():
         raise AssertionError("There are two sessions.")
     with PADDLE.session([CPU]):
         pass
-
-
-def test_backward_on_many_threads_at_the_same_time_neither_crashes_nor_changes_a_bit():
-    """`paddle.grad` does crash: this is why the backend does not use it."""
-    start = MODELS["lenet"].init(0)
-    layout = layout_of(start)
-    loss_sum = CrossEntropySum(MODELS["lenet"].forward)
-    random = np.random.RandomState(0)
-    X, y = random.rand(4, 1, 28, 28).astype(np.float32), np.arange(4)
-
-    def gradients(rank, device, flat):
-        own = flat, PADDLE.from_numpy(X, device), PADDLE.from_numpy(y, device)
-        results = [PADDLE.value_and_grad(loss_sum, layout, *own) for _ in range(50)]
-        return {PADDLE.to_numpy(gradient).tobytes() for _, gradient in results}
-
-    with InProcess(PADDLE, [Device(f"cpu:{i}") for i in range(4)]) as engine:
-        found = engine.each("forward and backward", gradients, engine.replicate(layout.flatten(list(start.values()))))
-    assert len(set.union(*found)) == 1
 
 
 def test_drawing_random_numbers_is_noticed_and_looking_draws_none():

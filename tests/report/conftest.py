@@ -26,6 +26,7 @@ def make_started():
         return RunStarted(
             config={**CONFIG, **settings},
             data_sha256="cd" * 32,
+            backend_version="2.13.0",
             devices=["cpu:0", "cpu:1"],
             num_train_samples=2000,
             num_test_samples=500,
@@ -46,6 +47,8 @@ def make_result():
             "test_accuracy": 0.8437,
             "seconds_per_epoch": 12.34,
             "samples_per_second": 162.1,
+            "backend": "torch",
+            "backend_version": "2.13.0",
             "devices": ["cpu:0", "cpu:1"],
             "steps": 16,
             "first_loss": 2.3026,

@@ -23,20 +23,19 @@ __all__ = [
     "Tensor",
     "backend_of",
     "backend_of_all",
-    "check_engine",
     "devices_for",
     "is_installed",
     "load_backend",
     "places_for",
 ]
 
-# The name is that of the framework's package and of the file beside this one -> what pip needs to install it.
+# The name is that of the framework's package and of the file beside this one -> how to install it.
 BACKENDS = {
-    "torch": "torch",
-    "paddle": "paddlepaddle setuptools",
-    "mxnet": "mxnet==1.9.1 numpy==1.23.5",
-    "jax": "jax",
-    "numpy": "numpy",
+    "torch": "pip install torch",
+    "paddle": "pip install paddlepaddle setuptools",
+    "mxnet": "python3.11 -m pip install mxnet==1.9.1 numpy==1.23.5",
+    "jax": "pip install jax",
+    "numpy": "pip install numpy",
 }
 DEFAULT_BACKEND = "torch"
 
@@ -44,7 +43,7 @@ DEFAULT_BACKEND = "torch"
 @cache
 def load_backend(name: str) -> Backend:
     """The backend called `name`; the error says how to install a framework that is missing, broken or too old."""
-    needs = pick(BACKENDS, name, "backend")
+    command = pick(BACKENDS, name, "backend")
     try:
         with warnings.catch_warnings(action="ignore"):  # what a framework says about itself is not about the run
             backend: Backend = importlib.import_module(f"lockstep.backends.{name}").BACKEND
@@ -56,7 +55,7 @@ def load_backend(name: str) -> Backend:
             what = f"needs the package {name}, which is not installed"
         others = ", ".join(other for other in BACKENDS if other != name and is_installed(other))
         raise BackendError(
-            f"The backend {name!r} {what}. Install it: pip install {needs}; or use what is here: {others}."
+            f"The backend {name!r} {what}. Install it: {command}; or use what is here: {others}."
         ) from problem
     if tuple(map(int, re.findall(r"\d+", backend.version())[: len(backend.oldest)])) < backend.oldest:
         oldest = ".".join(map(str, backend.oldest))
@@ -81,7 +80,7 @@ def backend_of(tensor: Any) -> Backend:
     """
     for parent in type(tensor).__mro__:
         name = parent.__module__.partition(".")[0]
-        if name in BACKENDS:
+        if name in BACKENDS and hasattr(tensor, "shape") and hasattr(tensor, "dtype"):
             return load_backend(name)
     raise BackendError(
         f"A {type(tensor).__name__} is not a tensor of a known framework. There are: {', '.join(BACKENDS)}."
@@ -97,16 +96,6 @@ def backend_of_all(tensors: Sequence[Any]) -> Backend:
                 f"Tensors of {backends[0].name} and of {backend.name} do not go together. Convert one to the other."
             )
     return backends[0]
-
-
-def check_engine(backend: Backend, engine: str) -> None:
-    """Refuses an engine that the framework cannot be run by."""
-    able = backend.capabilities.engines
-    if engine not in able:
-        raise BackendError(
-            f"The engine {engine!r} cannot run {backend.name}. Use --engine {able[0]}"
-            f"{'' if backend.name == DEFAULT_BACKEND else f', or --backend {DEFAULT_BACKEND}'}."
-        )
 
 
 def devices_for(backend: Backend, wanted: int | str | list[str] | None, at_most: int = MAX_DEVICES) -> list[Device]:

@@ -1,5 +1,6 @@
-"""JAX: the only file that names it."""
+"""JAX: the only file that imports it."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache, partial, wraps
@@ -14,12 +15,14 @@ from jax import lax
 from lockstep.backends.hardware import cpu
 from lockstep.backends.protocol import Capabilities, Function, LossSum
 from lockstep.device import Device, Hardware
+from lockstep.errors import BackendError
 from lockstep.layout import Array, Layout
 
-# JAX takes the number of CPU devices before it is first used, and only then. One for each core: logical devices beyond
-# that share them, which changes no bit. If somebody used JAX before, there is only one, and they share that.
-with suppress(RuntimeError):
-    jax.config.update("jax_num_cpu_devices", cpu().num_cores)
+# JAX takes the number of CPU devices before it is first used, and only then. One for each core, unless the user has
+# said how many; logical devices beyond that share them, which changes no bit. If JAX was used before, there is one.
+if jax.config.jax_num_cpu_devices < 0 and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    with suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", cpu().num_cores)
 
 # What the compiler may not choose for itself: threads inside an operation on the CPU, and on a GPU an algorithm that is
 # picked by timing or adds in the order of arrival.
@@ -63,7 +66,7 @@ class JaxBackend:
 
     name = "jax"
     oldest = (0, 5)
-    capabilities = Capabilities(gpus=True, capture=True, sees_random_draws=True)
+    capabilities = Capabilities(gpus=True, capture=True, sees_random_draws=False)
     ops = JaxOps()
 
     # --- the machine ---
@@ -73,8 +76,8 @@ class JaxBackend:
 
     def hardware(self) -> list[Hardware]:
         gpus = []
-        for number, gpu in enumerate(_gpus()):
-            num_bytes = (gpu.memory_stats() or {}).get("bytes_limit", 0)
+        for number, gpu in enumerate(_places("cuda")):
+            num_bytes = (gpu.memory_stats() or {}).get("bytes_limit", 0)  # what JAX lets itself use of it
             gpus.append(Hardware(Device(f"cuda:{number}"), gpu.device_kind, num_bytes, getattr(gpu, "core_count", 0)))
         return gpus + [cpu()]
 
@@ -88,7 +91,7 @@ class JaxBackend:
         pass
 
     def random_state(self) -> bytes:
-        return b""  # there is none: random numbers in JAX are drawn from a key that the model is given
+        return b""  # there is none to see: random numbers in JAX are drawn from a key that the model is given
 
     def synchronize(self, device: Device) -> None:
         pass  # who reads an array waits for it
@@ -115,8 +118,14 @@ class JaxBackend:
         return jax.device_put(tensor, _place(device), may_alias=False)
 
     def device_of(self, tensor: Tensor) -> Device:
-        (place,) = tensor.devices()
-        return Device(f"cpu:{place.id}" if place.platform == "cpu" else f"cuda:{_gpus().index(place)}")
+        for kind in ("cpu", "cuda"):
+            for number, place in enumerate(_places(kind)):
+                if tensor.devices() == {place}:
+                    return Device(f"{kind}:{number}")
+        raise BackendError(
+            f"An array lies on {', '.join(map(str, tensor.devices()))}. Give one that lies on a single CPU device or "
+            f"GPU of this machine: jax.device_put(array, jax.devices()[0])."
+        )
 
     def assign(self, target: Tensor, source: Tensor) -> Tensor:
         return self.copy_to(source, self.device_of(target))
@@ -128,7 +137,7 @@ class JaxBackend:
         return left + right
 
     def chunk(self, tensor: Tensor, start: int, stop: int) -> Tensor:
-        return lax.slice_in_dim(tensor, start, stop)
+        return lax.dynamic_slice_in_dim(tensor, start, stop - start)  # compiled for each size, not for each place
 
     def concat(self, vectors: list[Tensor]) -> Tensor:
         return jnp.concatenate(vectors)
@@ -166,15 +175,16 @@ def _take(data: Tensor, order: Tensor, start: int, num_samples: int) -> Tensor:
     return samples / jnp.float32(255) if samples.dtype == jnp.uint8 else samples
 
 
-def _gpus() -> list[Any]:
+def _places(kind: str) -> list[Any]:
+    """JAX's own devices of one kind, on this machine."""
     try:
-        return list(jax.devices("gpu"))
+        return list(jax.local_devices(backend="cpu" if kind == "cpu" else "gpu"))
     except RuntimeError:  # JAX's way of saying that there is none
         return []
 
 
 def _place(device: Device) -> Any:
-    places = _gpus() if device.kind == "cuda" else jax.devices("cpu")
+    places = _places(device.kind)
     return places[device.number % len(places)]
 
 

@@ -1,15 +1,11 @@
-"""MXNet: the only file that names it."""
+"""MXNet: the only file that imports it."""
 
-import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
-from lockstep.backends.sessions import environment_variable
-
-# On GPUs no algorithm that is picked by timing, and none that adds in the order of arrival.
-os.environ.setdefault("MXNET_CUDNN_AUTOTUNE_DEFAULT", "0")
-os.environ.setdefault("MXNET_ENFORCE_DETERMINISM", "1")
+from lockstep.backends.sessions import environment_variable, one_at_a_time
 
 with environment_variable("OMP_NUM_THREADS", "1"):  # the threads of an operation: read at import, and never again
     import mxnet
@@ -25,7 +21,12 @@ from lockstep.device import Device, Hardware
 from lockstep.errors import BackendError
 from lockstep.layout import Array, Layout
 
-npx.set_np()  # arrays as in numpy, on the thread that loads this file, as the text's programs do; workers do their own
+# Arrays as in numpy, as in the text's programs. Without it an empty array is one of unknown shape, and fails. It is set
+# for a thread: here for the one that loads this file, in `start_worker` for the others.
+npx.set_np()
+
+# On GPUs no algorithm that is picked by timing, none that adds in the order of arrival, and float32 means float32.
+_FIXED = {"MXNET_CUDNN_AUTOTUNE_DEFAULT": "0", "MXNET_ENFORCE_DETERMINISM": "1", "NVIDIA_TF32_OVERRIDE": "0"}
 
 
 class MxnetOps:
@@ -47,7 +48,10 @@ class MxnetOps:
         return np.dot(X, weight) + bias
 
     def cross_entropy_sum(self, logits: Tensor, y: Tensor) -> Tensor:
-        return -npx.pick(npx.log_softmax(logits), y).sum()
+        picked = npx.pick(npx.log_softmax(logits), y)
+        with autograd.pause():  # `pick` takes a label that is too large for the last one: let the loss tell
+            wrong = np.where(y < logits.shape[1], np.zeros_like(picked), np.full_like(picked, np.nan))
+        return (wrong - picked).sum()
 
     def num_correct(self, logits: Tensor, y: Tensor) -> Tensor:
         return (logits.argmax(1).astype(y.dtype) == y).sum()
@@ -60,6 +64,7 @@ class MxnetBackend:
     oldest = (1, 9)
     capabilities = Capabilities(gpus=True, capture=False, sees_random_draws=False)
     ops = MxnetOps()
+    _lock = threading.Lock()
 
     def __init__(self) -> None:
         with ThreadPoolExecutor() as fresh:  # what MXNet's own threads get is what any new thread gets
@@ -85,11 +90,16 @@ class MxnetBackend:
     def session(self, devices: list[Device]) -> Iterator[None]:
         if self._num_threads > 1:  # two devices would wait for each other in a matrix product, and never come back
             raise BackendError(
-                f"MXNet was imported before Lockstep, with {self._num_threads} threads for an operation, and hangs "
-                f"when several devices work like that. Set OMP_NUM_THREADS=1 before Python starts, or call "
-                f"lockstep.devices(2, backend='mxnet') before mxnet is imported."
+                f"MXNet, or another library with OpenMP, was loaded before Lockstep's backend, with "
+                f"{self._num_threads} threads for an operation: several devices at once would hang like that. Set "
+                f"OMP_NUM_THREADS=1 before Python starts, or call lockstep.devices(2, backend='mxnet') before mxnet "
+                f"is imported."
             )
-        yield
+        with ExitStack() as undo:
+            undo.enter_context(one_at_a_time(self._lock, "MXNet"))
+            for name, value in _FIXED.items():
+                undo.enter_context(environment_variable(name, value))
+            yield
 
     def start_worker(self, device: Device) -> None:
         npx.set_np()
@@ -157,10 +167,10 @@ class MxnetBackend:
         with autograd.record():
             loss = loss_sum(params, X, y)
         loss.backward()
-        gaps = [np.zeros(size, ctx=flat.ctx) for size in layout.pieces[1::2]]
-        gradients = [param.grad.reshape(-1) for param in params]
-        pieces = [piece for pair in zip(gradients, [*gaps, None], strict=True) for piece in pair]
-        return loss.detach(), np.concatenate([piece for piece in pieces[:-1] if piece.size])
+        pieces = []
+        for param, gap in zip(params, (*layout.pieces[1::2], 0), strict=True):
+            pieces += [param.grad.reshape(-1), np.zeros(gap, ctx=flat.ctx)]
+        return loss.detach(), self.concat(pieces)
 
 
 def _place(device: Device) -> mxnet.Context:

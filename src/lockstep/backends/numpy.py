@@ -27,12 +27,20 @@ Pull = Callable[[Array], Array]  # gradient of the output -> gradient of one inp
 class Traced:
     """A value that depends on the parameters: where it came from, and its gradient once that is known."""
 
-    __array_ufunc__ = None  # numpy's own operators do not know the way back: refuse them
-
     def __init__(self, value: Array, tape: "list[Traced]", inputs: "tuple[tuple[Traced, Pull], ...]" = ()) -> None:
         self.value, self.tape, self.inputs = value, tape, inputs
         self.gradient: Array = np.zeros_like(value)
         tape.append(self)
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        """For numpy's own operators and methods, which do not know the way back."""
+        raise TypeError(
+            "numpy cannot differentiate its own operators and methods. Write the model with the operations in "
+            "lockstep.backends.backend_of(X).ops (conv2d, linear, relu, ...), or use another framework."
+        )
+
+    __array_ufunc__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = __rmatmul__ = _refuse
+    __truediv__ = __rtruediv__ = __pow__ = __neg__ = __getitem__ = __len__ = __getattr__ = _refuse
 
 
 def _value(x: Any) -> Array:
@@ -141,8 +149,8 @@ class NumpyBackend:
         np.seterr(all="ignore")  # for this thread: the run itself stops when a loss is no longer a number
 
     def random_state(self) -> bytes:
-        _, numbers, place, *_ = np.random.get_state(legacy=True)
-        return np.asarray(numbers).tobytes() + bytes(str(place), "ascii")
+        _, numbers, *rest = np.random.get_state(legacy=True)
+        return np.asarray(numbers).tobytes() + repr(rest).encode()
 
     def synchronize(self, device: Device) -> None:
         pass  # an operation is over when it returns

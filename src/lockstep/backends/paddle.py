@@ -1,4 +1,4 @@
-"""Paddle: the only file that names it."""
+"""Paddle: the only file that imports it."""
 
 import threading
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from paddle.nn import functional as F
 
 from lockstep.backends.hardware import cpu
 from lockstep.backends.protocol import Capabilities, Function, LossSum
-from lockstep.backends.sessions import one_at_a_time
+from lockstep.backends.sessions import environment_variable, one_at_a_time
 from lockstep.device import Device, Hardware
 from lockstep.errors import BackendError
 from lockstep.layout import Array, Layout
@@ -80,7 +80,8 @@ class PaddleBackend:
             before, place = paddle.get_flags([*fixed, _NUM_THREADS]), paddle.get_device()
             try:
                 paddle.set_flags(fixed)
-                yield
+                with environment_variable("NVIDIA_TF32_OVERRIDE", "0"):  # float32 means float32
+                    yield
             finally:
                 paddle.base.core.set_num_threads(before.pop(_NUM_THREADS))
                 paddle.set_flags(before)

@@ -23,7 +23,7 @@ class Capabilities(NamedTuple):
 
     gpus: bool  # computes on GPUs too
     capture: bool  # records a function once and replays it
-    sees_random_draws: bool  # can tell that a model drew random numbers
+    sees_random_draws: bool  # can tell that a model drew from the framework's own random numbers
     engines: tuple[str, ...] = ("inprocess",)
 
 
@@ -43,7 +43,7 @@ class Backend(Protocol):
     """One framework."""
 
     name: str
-    oldest: tuple[int, ...]  # the first version that works
+    oldest: tuple[int, ...]  # the first version that is not refused
     capabilities: Capabilities
     ops: Ops
 

@@ -1,4 +1,4 @@
-"""PyTorch: the only file that names it."""
+"""PyTorch: the only file that imports it."""
 
 import os
 import threading

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lockstep.backends import BACKENDS, DEFAULT_BACKEND, is_installed, load_backend
+from lockstep.backends import BACKENDS, is_installed, load_backend
 from lockstep.cli.answers import plain_answers
 from lockstep.errors import BackendError
 
@@ -28,8 +28,10 @@ def devices(
 
     from lockstep.report.runlog import to_json
 
+    if backend is not None:
+        load_backend(backend)  # a wrong name, or one that is not here, is answered before anything else
     found, problems = _load_all()
-    chosen = load_backend(backend or next(iter(found), DEFAULT_BACKEND))
+    chosen = found[backend or next(iter(found))]
     hardware = chosen.hardware()
     if json:
         answer = {
@@ -60,7 +62,7 @@ def _load_all() -> "tuple[dict[str, Backend], dict[str, str]]":
         try:
             found[name] = load_backend(name)
         except BackendError as problem:
-            missing = f"not installed. To add it: pip install {BACKENDS[name]}"
+            missing = f"not installed. To add it: {BACKENDS[name]}"
             problems[name] = str(problem) if is_installed(name) else missing
     return found, problems
 
@@ -75,7 +77,7 @@ def _device_table(hardware: "list[Hardware]") -> "Table":
             str(entry.device) if is_gpu else "cpu:0, cpu:1, ...",
             entry.name,
             f"{entry.num_bytes / 2**30:.0f} GiB",
-            f"{entry.num_cores} {'multiprocessors' if is_gpu else 'cores'}",
+            f"{entry.num_cores} {'multiprocessors' if is_gpu else 'cores'}" if entry.num_cores else "",
         )
     return table
 
@@ -95,9 +97,10 @@ def _advice(backend: "Backend", hardware: "list[Hardware]") -> str:
 def _backend_table(found: "dict[str, Backend]") -> "Table":
     from rich.table import Table
 
-    table = Table("backend", "version", "on GPUs", "captures", "sees random draws", "engines", box=None, pad_edge=False)
+    table = Table("backend", "version", "GPUs", "captures", "sees random draws", "engines", box=None, pad_edge=False)
     for name, backend in found.items():
         able = backend.capabilities
-        flags = ("yes" if flag else "no" for flag in (able.gpus, able.capture, able.sees_random_draws))
-        table.add_row(name, backend.version(), *flags, ", ".join(able.engines))
+        gpus = f"{len(backend.hardware()) - 1} visible" if able.gpus else "cannot"
+        flags = ("yes" if flag else "no" for flag in (able.capture, able.sees_random_draws))
+        table.add_row(name, backend.version(), gpus, *flags, ", ".join(able.engines))
     return table

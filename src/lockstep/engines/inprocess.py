@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from typing import Any, Self
 
+import numpy as np
+
 from lockstep.backends import Backend, LossSum, Tensor
 from lockstep.device import Device
 from lockstep.engines.engine import Batch, Gradients
@@ -84,7 +86,9 @@ class InProcess:
         return self.each("replicate", copy)
 
     def place(self, array: Array) -> list[Tensor]:
-        first = [self.devices.index(device) for device in self.devices]
+        probe = np.zeros(1, np.float32)  # logical devices may share one memory: see where a tensor for each ends up
+        homes = self.each("place", lambda rank, device: self.backend.device_of(self.backend.from_numpy(probe, device)))
+        first = [homes.index(home) for home in homes]
         placed = self.each(
             "place", lambda rank, device: self.backend.from_numpy(array, device) if first[rank] == rank else None
         )

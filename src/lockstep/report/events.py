@@ -13,6 +13,7 @@ class RunStarted:
 
     config: dict[str, Any]
     data_sha256: str
+    backend_version: str
     devices: list[str]
     num_train_samples: int
     num_test_samples: int
@@ -47,6 +48,8 @@ class Result:
     test_accuracy: float
     seconds_per_epoch: float  # training only
     samples_per_second: float
+    backend: str
+    backend_version: str
     devices: list[str]
     steps: int
     first_loss: float  # mean over the first batch, before any update: the same in every framework, but for rounding
