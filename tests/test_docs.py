@@ -64,6 +64,15 @@ def test_every_function_that_the_readme_names_is_there():
         assert_exists(module, function)
 
 
+def test_the_lines_of_every_backend_are_as_many_as_the_page_says():
+    page = (ROOT / "docs" / "frameworks.md").read_text()
+    names = re.search(r"^\| \| (torch .*) \|$", page, re.MULTILINE)[1].split(" | ")
+    said = re.search(r"^\| lines of its file \| (.*) \|$", page, re.MULTILINE)[1].split(" | ")
+    for backend, number in zip(names, said, strict=True):
+        file = ROOT / "src" / "lockstep" / "backends" / f"{backend}.py"
+        assert len(file.read_text().splitlines()) == int(number), backend
+
+
 def assert_exists(module: str, function: str) -> None:
     found = importlib.import_module("lockstep." + module.replace("/", "."))
     for part in function.split("."):

@@ -108,7 +108,7 @@ IMPOSSIBLE = {
     "--data fashion": "no data set (or .npz file) called 'fashion'",
     "--data missing.npz": "missing.npz.",
     "--exchange rings": "Did you mean 'ring'?",
-    "--engine threads": "no engine called 'threads'",
+    "--engine threads": "no engine for torch called 'threads'",
     "--backend pytorch": "Did you mean 'torch'?",
 }
 
