@@ -11,6 +11,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from lockstep.backends import (
     DEFAULT_BACKEND,
     Backend,
@@ -162,7 +164,7 @@ def train_batch(
     True
     """
     backend = _backend_of_batch(X, y)
-    _check_labels(backend, y)
+    y = _labels(backend, y)
     places = _check_replicas(X, device_params, devices)
     rule = Sgd(RunConfig(learning_rate=lr, num_shards=num_shards).learning_rate)  # checked
     check_ranks(len(places), num_shards)
@@ -202,7 +204,7 @@ def evaluate_accuracy(
     0.1
     """
     backend = _backend_of_batch(X, y)
-    _check_labels(backend, y)
+    y = _labels(backend, y)
     places = _check_replicas(X, device_params, devices)
     layout = _layout(device_params[0])
     with InProcess(backend, places) as engine:
@@ -266,10 +268,14 @@ def _backend_of_batch(X: Tensor, y: Tensor) -> Backend:
     return backend
 
 
-def _check_labels(backend: Backend, y: Tensor) -> None:
-    smallest = backend.to_numpy(y).min()
-    if smallest < 0:  # some frameworks count from the end, some leave such a sample out, and some fail
-        raise ConfigError(f"A label is {smallest}. Labels are whole numbers from 0 on, one for each class.")
+def _labels(backend: Backend, y: Tensor) -> Tensor:
+    """`y` as whole numbers of 64 bits, once they were found to be labels: frameworks let through different things."""
+    labels = backend.to_numpy(y)
+    if labels.ndim != 1:
+        raise ConfigError(f"Labels have the shape {labels.shape}. Give one number for each sample: y.reshape(-1).")
+    for wrong in labels[(labels < 0) | (labels != np.floor(labels))][:1]:
+        raise ConfigError(f"A label is {wrong}. Labels are whole numbers from 0 on, one for each class.")
+    return backend.from_numpy(labels.astype(np.int64), backend.device_of(y))
 
 
 def _check_replicas(X: Tensor, device_params: list[list[Tensor]], devices: Sequence[str]) -> list[Device]:

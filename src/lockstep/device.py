@@ -16,9 +16,9 @@ class Device(str):
     [cpu:0, cuda:0]
     >>> Device("cuda:1").number
     1
-    >>> Device("gpu-1")
+    >>> Device("tpu:1")
     Traceback (most recent call last):
-    lockstep.errors.DeviceError: 'gpu-1' is not the name of a device. Write cpu:0, cpu:1, cuda:0, ...
+    lockstep.errors.DeviceError: 'tpu:1' is not the name of a device. Write cpu:0, cpu:1, cuda:0, ...
     """
 
     __slots__ = ()
@@ -26,7 +26,8 @@ class Device(str):
     def __new__(cls, name: str) -> "Device":
         match = re.fullmatch(r"(cpu|cuda)(?::(\d{1,4}))?", str(name).strip())
         if match is None:
-            raise DeviceError(f"{name!r} is not the name of a device. Write cpu:0, cpu:1, cuda:0, ...")
+            hint = f" Did you mean {str(name).replace('gpu', 'cuda')}?" if str(name).startswith("gpu") else ""
+            raise DeviceError(f"{name!r} is not the name of a device.{hint} Write cpu:0, cpu:1, cuda:0, ...")
         return super().__new__(cls, f"{match[1]}:{int(match[2] or 0)}")
 
     @property

@@ -20,6 +20,6 @@ def pick(table: Mapping[str, T], name: str, what: str) -> T:
     """
     if name in table:
         return table[name]
-    near = difflib.get_close_matches(name, table, n=1)
+    near = difflib.get_close_matches(name.lower(), table, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise ConfigError(f"There is no {what} called {name!r}.{hint} There are: {', '.join(sorted(table))}.")

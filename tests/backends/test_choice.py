@@ -23,7 +23,7 @@ def test_a_missing_framework_is_an_error_with_the_command_that_mends_it(monkeypa
         load_backend("missing_framework")
     assert str(refused.value).startswith(
         "The backend 'missing_framework' needs the package missing_framework, which is not installed. "
-        "Install it: pip install missing-framework==1.0; or use what is here: "
+        "Install it: pip install missing-framework==1.0; or use what is here (--backend, backend=...): "
     )
     assert str(refused.value).endswith("numpy.")
 
@@ -41,7 +41,7 @@ def test_a_framework_that_cannot_be_imported_is_an_error_in_one_line(tmp_path):
     assert done.returncode == 2
     assert done.stderr.startswith(
         "lockstep: The backend 'mxnet' cannot be used: importing mxnet fails with AttributeError: numpy has no "
-        "attribute bool. Install it: python3.11 -m pip install mxnet==1.9.1 numpy==1.23.5; or use what is here: "
+        "attribute bool. Install it: python3.11 -m pip install mxnet==1.9.1 numpy==1.23.5; or use what is here "
     )
     assert len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "runs").exists()

@@ -408,6 +408,56 @@ def test_parameters_that_are_not_float32_are_refused(backend):
         lockstep.train_batch(X, y, [params], ["cpu:0"], lr=0.1)
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int32", "int64", "float32"])
+def test_labels_of_any_type_that_holds_whole_numbers_are_the_same_labels(backend, dtype):
+    X, expected = random_array(12, 3), np.arange(12) % 4
+    params = [[*on(backend, random_array(3, 4))] for _ in range(2)]
+    for labels, device_params in ((expected, params[:1]), (expected.astype(dtype), params[1:])):
+        X_, y = on(backend, X, labels)
+
+        def net(X, params):
+            return backend_of(X).ops.linear(X, params[0], backend.from_numpy(np.zeros(4, np.float32), CPU))
+
+        lockstep.train_batch(X_, y, device_params, ["cpu:0"], lr=0.5, net=net)
+        lockstep.evaluate_accuracy(X_, y, device_params, ["cpu:0"], net=net)
+    first, second = (backend.to_numpy(backend.copy_to(own[0], CPU)) for own in params)
+    assert first.tobytes() == second.tobytes()
+    assert first.tobytes() != random_array(3, 4).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("labels", "sentence"),
+    [
+        (np.zeros((4, 1), np.int64), r"Labels have the shape \(4, 1\). Give one number for each sample: y.reshape"),
+        (np.array([0, 1, 2, 0.5], np.float32), r"A label is 0.5. Labels are whole numbers from 0 on"),
+        (np.array([0, 1, 2, np.nan], np.float32), r"A label is nan"),
+    ],
+)
+def test_what_is_no_label_is_refused(backend, labels, sentence):
+    X, y = on(backend, random_array(4, 3), labels)
+    params = [on(backend, random_array(3, 4))]
+    for function in (
+        lambda: lockstep.train_batch(X, y, params, ["cpu:0"], lr=0.1),
+        lambda: lockstep.evaluate_accuracy(X, y, params, ["cpu:0"]),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            function()
+
+
+def test_a_failure_does_not_reach_the_next_run(backend):
+    """MXNet keeps an error and raises it again later."""
+    X, y = on(backend, random_array(8, 3), np.arange(8) % 4)
+    params = [on(backend, random_array(3, 4))]
+
+    def net(X, params):
+        return backend_of(X).ops.linear(X, params[0], backend.from_numpy(np.zeros(4, np.float32), CPU))
+
+    for _ in range(2):
+        with pytest.raises(LockstepError):
+            lockstep.train_batch(X, y, params, ["cpu:0"], lr=0.1, net=lambda X, params: net(X[:, :2], params))
+        lockstep.train_batch(X, y, params, ["cpu:0"], lr=0.1, net=net)
+
+
 @pytest.mark.parametrize("label", [-1, -100, 10, 1000])
 def test_a_label_that_is_no_class_is_refused_and_nothing_has_changed(backend, label):
     arrays = list(init_lenet(seed=0).values())

@@ -14,6 +14,7 @@ CONFIG = {
     "learning_rate": 0.2,
     "num_epochs": 2,
     "num_shards": 8,
+    "backend": "torch",
     "exchange": "sharded",
 }
 

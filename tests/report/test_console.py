@@ -63,6 +63,7 @@ def test_a_run_begins_with_what_is_trained_on_what(make_started):
         "8 shards",
         "lr 0.2",
         "sharded",
+        "torch 2.13.0 on 2 logical CPU devices",
         "[cpu:0, cpu:1]",
     ):
         assert what in head

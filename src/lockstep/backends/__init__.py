@@ -55,7 +55,8 @@ def load_backend(name: str) -> Backend:
             what = f"needs the package {name}, which is not installed"
         others = ", ".join(other for other in BACKENDS if other != name and is_installed(other))
         raise BackendError(
-            f"The backend {name!r} {what}. Install it: {command}; or use what is here: {others}."
+            f"The backend {name!r} {what}. Install it: {command}; or use what is here (--backend, backend=...): "
+            f"{others}."
         ) from problem
     if tuple(map(int, re.findall(r"\d+", backend.version())[: len(backend.oldest)])) < backend.oldest:
         oldest = ".".join(map(str, backend.oldest))

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 from lockstep.backends.sessions import environment_variable, one_at_a_time
 
@@ -99,7 +99,11 @@ class MxnetBackend:
             undo.enter_context(one_at_a_time(self._lock, "MXNet"))
             for name, value in _FIXED.items():
                 undo.enter_context(environment_variable(name, value))
-            yield
+            try:
+                yield
+            finally:
+                with suppress(mxnet.MXNetError):  # an error is kept, and would be raised again in the next run
+                    npx.waitall()
 
     def start_worker(self, device: Device) -> None:
         npx.set_np()

@@ -157,6 +157,8 @@ class PaddleBackend:
         flat = self.with_gradient(flat.detach())  # same memory, a graph of its own
         loss = loss_sum(self.unflatten(layout, flat), X, y)
         loss.backward()  # not `paddle.grad`: that one crashes when two threads use it at the same time
+        if flat.grad is None:
+            raise RuntimeError("The loss does not depend on the parameters: use those that the model is given.")
         return loss.detach(), flat.grad
 
 

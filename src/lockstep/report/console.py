@@ -72,7 +72,8 @@ class Console:
             f"{config['model']} ({event.num_parameters:,} parameters) on {config['data']} "
             f"({event.num_train_samples:,} training and {event.num_test_samples:,} test samples)\n"
             f"batch {config['batch_size']} in {config['num_shards']} shards, lr {config['learning_rate']:g}, "
-            f"exchange {config['exchange']}, {_kind_of(event.devices)} [{', '.join(event.devices)}]"
+            f"exchange {config['exchange']}, {config['backend']} {event.backend_version} on {_kind_of(event.devices)} "
+            f"[{', '.join(event.devices)}]"
         )
         if not event.keeps_bits:
             self.note(f"The exchange {config['exchange']} adds in an order of its own: the bits depend on the devices.")
