@@ -34,12 +34,18 @@ def test_a_device_is_a_string_and_is_shown_without_quotes():
 
 
 @pytest.mark.parametrize(
-    "name", ["", "gpu:0", "CPU:0", "cpu:", "cpu:-1", "cpu:1.5", "cuda:12345", "cpu 0", "xcuda:0", "cpu:0 cpu:1"]
+    "name", ["", "gpu-0", "CPU:0", "cpu:", "cpu:-1", "cpu:1.5", "cuda:12345", "cpu 0", "xcuda:0", "cpu:0 cpu:1"]
 )
 def test_what_is_not_a_device_is_refused(name):
     with pytest.raises(DeviceError) as refused:
         Device(name)
     assert str(refused.value) == f"{name!r} is not the name of a device. Write cpu:0, cpu:1, cuda:0, ..."
+
+
+def test_a_gpu_by_its_other_name_is_refused_with_the_right_one():
+    for name, right in (("gpu", "cuda"), ("gpu:1", "cuda:1")):
+        with pytest.raises(DeviceError, match=f"'{name}' is not the name of a device. Did you mean {right}[?] Write"):
+            Device(name)
 
 
 @given(st.text(max_size=12) | st.from_regex(r"(cpu|cuda):?\d{0,6}", fullmatch=True))

@@ -26,7 +26,8 @@ class Device(str):
     def __new__(cls, name: str) -> "Device":
         match = re.fullmatch(r"(cpu|cuda)(?::(\d{1,4}))?", str(name).strip())
         if match is None:
-            hint = f" Did you mean {str(name).replace('gpu', 'cuda')}?" if str(name).startswith("gpu") else ""
+            gpu = re.fullmatch(r"gpu(:\d{1,4})?", str(name).strip())
+            hint = f" Did you mean cuda{gpu[1] or ''}?" if gpu else ""
             raise DeviceError(f"{name!r} is not the name of a device.{hint} Write cpu:0, cpu:1, cuda:0, ...")
         return super().__new__(cls, f"{match[1]}:{int(match[2] or 0)}")
 

@@ -268,7 +268,7 @@ def test_a_run_goes_on_when_nobody_reads_its_progress(tmp_path, few):
 
 def test_an_answer_that_cannot_be_written_is_a_sentence(tmp_path, few):
     arguments = f"train --data {few} --batch-size 8 --epochs 1 --devices 1 --out run"
-    command = f"{sys.executable} -m lockstep {arguments} >/dev/full"
+    command = f"unset PYTHONUNBUFFERED; {sys.executable} -m lockstep {arguments} >/dev/full"
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 1
     assert "lockstep: the answer cannot be written: No space left on device." in done.stderr

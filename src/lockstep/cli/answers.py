@@ -22,12 +22,18 @@ def plain_answers(command: Callable[..., None]) -> Callable[..., None]:
         except KeyboardInterrupt:
             leave("interrupted.", Interrupted.exit_status)
         except BrokenPipeError:  # the reader of standard output has gone (`| head`): nothing to tell it
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _give_up_standard_output()
             raise SystemExit(128 + signal.SIGPIPE) from None
         except OSError as problem:  # standard output is full or closed: files have errors of their own
+            _give_up_standard_output()
             leave(f"the answer cannot be written: {problem.strerror}.", LockstepError.exit_status)
 
     return answering
+
+
+def _give_up_standard_output() -> None:
+    """What is still to be written goes nowhere; Python would fail on it a second time when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def leave(sentence: str, status: int) -> NoReturn:
