@@ -13,6 +13,7 @@ from mxnet import np as mxnp
 import lockstep
 from lockstep.backends import load_backend
 from lockstep.device import Device
+from lockstep.errors import RankError
 
 MXNET = load_backend("mxnet")
 
@@ -81,3 +82,16 @@ def test_where_mxnet_was_imported_before_with_several_threads_a_run_is_refused_i
     assert "was loaded before Lockstep's backend, with 2 threads for an operation" in refused.stderr
     assert "Set OMP_NUM_THREADS=1 before Python starts" in refused.stderr
     assert run_python(f"import mxnet, lockstep; {TRAIN}", "1").returncode == 0
+
+
+def test_an_error_that_comes_late_is_not_raised_again_in_the_next_run():
+    def fails_late(X, params):
+        scores = mxnp.dot(X, params[0])
+        return scores + npx.pick(scores, X[:, 0] > 0).reshape(-1, 1)  # whole numbers are expected, and truths given
+
+    X, y, two = mxnp.ones((8, 3)), mxnp.arange(8, dtype="int64") % 4, ["cpu:0", "cpu:1"]
+    params = [lockstep.get_params([mxnp.ones((3, 4))], device) for device in two]
+    for _ in range(3):
+        with pytest.raises(RankError, match="MXNetError"):
+            lockstep.train_batch(X, y, params, two, lr=0.1, net=fails_late)
+        lockstep.train_batch(X, y, params, two, lr=0.1, net=lambda X, params: mxnp.dot(X, params[0]))
