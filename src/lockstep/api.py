@@ -11,11 +11,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from lockstep.backends import (
     DEFAULT_BACKEND,
-    Backend,
     Tensor,
     backend_of_all,
     devices_for,
@@ -24,13 +21,13 @@ from lockstep.backends import (
 )
 from lockstep.config import RunConfig, check_ranks
 from lockstep.device import Device
-from lockstep.engines import Batch, InProcess
+from lockstep.engines import InProcess
 from lockstep.engines.rank import cut_into_chunks, take_part, total_of
 from lockstep.errors import ConfigError, RunError
 from lockstep.evaluate import num_correct
 from lockstep.exchange import schedule_for
 from lockstep.exchange.nodes import Node
-from lockstep.layout import Layout, sha256_of
+from lockstep.given import as_labels, backend_of_batch, batch_of, check_replicas, flat_replicas, layout_of_replica
 from lockstep.models import CrossEntropySum, Forward
 from lockstep.models.lenet import init_lenet, lenet
 from lockstep.report.events import Result
@@ -131,7 +128,7 @@ def split_batch(X: Tensor, y: Tensor, devices: Sequence[str]) -> tuple[list[Tens
     >>> y_parts
     [array([0, 1, 2]), array([3, 4])]
     """
-    backend = _backend_of_batch(X, y)
+    backend = backend_of_batch(X, y)
     places = places_for(backend, devices)
     parts = list(zip(part_ranges(len(X), len(devices)), places, strict=True))
     X_parts = [backend.copy_to(backend.chunk(X, part.start, part.stop), place) for part, place in parts]
@@ -163,15 +160,15 @@ def train_batch(
     >>> bool((device_params[0][0] == device_params[1][0]).all())
     True
     """
-    backend = _backend_of_batch(X, y)
-    y = _labels(backend, y)
-    places = _check_replicas(X, device_params, devices)
+    backend = backend_of_batch(X, y)
+    y = as_labels(backend, y)
+    places = check_replicas(X, device_params, devices)
     rule = Sgd(RunConfig(learning_rate=lr, num_shards=num_shards).learning_rate)  # checked
     check_ranks(len(places), num_shards)
-    layout = _layout(device_params[0])
+    layout = layout_of_replica(device_params[0])
     with InProcess(backend, places, exchange) as engine:
-        replicas = _replicas(engine, layout, device_params)
-        batch, drawn = _batch(backend, X, y, places), backend.random_state()
+        replicas = flat_replicas(engine, layout, device_params)
+        batch, drawn = batch_of(backend, X, y, places), backend.random_state()
         replicas, losses = train_step(engine, CrossEntropySum(net), layout, replicas, batch, num_shards, rule)
         if backend.random_state() != drawn:
             raise RunError(
@@ -203,13 +200,13 @@ def evaluate_accuracy(
     >>> evaluate_accuracy(X, y, [get_params(init_lenet(seed=0), device) for device in two], two)
     0.1
     """
-    backend = _backend_of_batch(X, y)
-    y = _labels(backend, y)
-    places = _check_replicas(X, device_params, devices)
-    layout = _layout(device_params[0])
+    backend = backend_of_batch(X, y)
+    y = as_labels(backend, y)
+    places = check_replicas(X, device_params, devices)
+    layout = layout_of_replica(device_params[0])
     with InProcess(backend, places) as engine:
-        replicas = _replicas(engine, layout, device_params)
-        return num_correct(engine, net, layout, replicas, _batch(backend, X, y, places)) / len(X)
+        replicas = flat_replicas(engine, layout, device_params)
+        return num_correct(engine, net, layout, replicas, batch_of(backend, X, y, places)) / len(X)
 
 
 def train(
@@ -257,68 +254,3 @@ def train(
     if not quiet:
         print(result.lines())
     return result
-
-
-def _backend_of_batch(X: Tensor, y: Tensor) -> Backend:
-    backend = backend_of_all([X, y])
-    if len(X) != len(y):
-        raise ConfigError(f"{len(X)} samples and {len(y)} labels do not go together. Give one label for each sample.")
-    if not len(X):
-        raise ConfigError("The batch is empty. Give it one sample or more.")
-    return backend
-
-
-def _labels(backend: Backend, y: Tensor) -> Tensor:
-    """`y` as whole numbers of 64 bits, once they were found to be labels: frameworks let through different things."""
-    labels = backend.to_numpy(y)
-    if labels.ndim != 1:
-        raise ConfigError(f"Labels have the shape {labels.shape}. Give one number for each sample: y.reshape(-1).")
-    for wrong in labels[(labels < 0) | (labels != np.floor(labels))][:1]:
-        raise ConfigError(f"A label is {wrong}. Labels are whole numbers from 0 on, one for each class.")
-    return backend.from_numpy(labels.astype(np.int64), backend.device_of(y))
-
-
-def _check_replicas(X: Tensor, device_params: list[list[Tensor]], devices: Sequence[str]) -> list[Device]:
-    if len(device_params) != len(devices) or not all(isinstance(params, list) for params in device_params):
-        raise ConfigError(
-            f"The parameters must be one list for each of the {len(devices)} devices: "
-            f"[get_params(params, device) for device in devices]."
-        )
-    backend = backend_of_all([X, *(param for params in device_params for param in params)])
-    for number, param in enumerate(param for params in device_params for param in params):
-        if "float32" not in str(param.dtype):
-            raise ConfigError(
-                f"Parameter {number} holds {param.dtype}. Lockstep trains float32 parameters: convert it."
-            )
-    return places_for(backend, devices)
-
-
-def _replicas(engine: InProcess, layout: Layout, device_params: list[list[Tensor]]) -> list[Tensor]:
-    """Every device's parameters as one flat vector, once they were found to be the same on all devices."""
-
-    def flatten(rank: int, device: Device, params: list[Tensor]) -> Tensor:
-        if [tuple(param.shape) for param in params] != list(layout.shapes):
-            raise ConfigError(f"The parameters for device {rank} have other shapes than those for device 0.")
-        return engine.backend.flatten(layout, params, device)
-
-    replicas = engine.each("replicate", flatten, device_params)
-    hashes = engine.each("replicate", lambda rank, device, flat: sha256_of([engine.backend.to_numpy(flat)]), replicas)
-    for rank, found in enumerate(hashes):
-        if found != hashes[0]:
-            raise ConfigError(
-                f"The parameters for device {rank} are not those for device 0, so they would be trained as two models. "
-                f"Copy one set to every device: [get_params(params, device) for device in devices]."
-            )
-    return replicas
-
-
-def _layout(params: list[Tensor]) -> Layout:
-    return Layout(tuple(f"p{i}" for i in range(len(params))), tuple(tuple(param.shape) for param in params))
-
-
-def _batch(backend: Backend, X: Tensor, y: Tensor, places: list[Device]) -> Batch:
-    def fetch(rank: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        X_shard, y_shard = (backend.copy_to(backend.chunk(tensor, start, stop), places[rank]) for tensor in (X, y))
-        return X_shard, y_shard
-
-    return Batch(len(X), fetch)
