@@ -16,7 +16,8 @@ from pathlib import Path
 
 from lockstep.backends import load_backend
 from lockstep.config import RunConfig
-from lockstep.epochs import prepare, train
+from lockstep.epochs import train
+from lockstep.prepare import prepare
 from lockstep.report.events import Result, RunDone
 
 RESULTS = Path(__file__).parent / "results"

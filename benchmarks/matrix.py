@@ -12,7 +12,8 @@ from pathlib import Path
 
 from lockstep.backends import load_backend
 from lockstep.config import RunConfig
-from lockstep.epochs import prepare, train
+from lockstep.epochs import train
+from lockstep.prepare import prepare
 from lockstep.report.events import RunDone
 
 RESULT = Path(__file__).parent / "results" / "matrix.json"

@@ -11,9 +11,10 @@ import lockstep
 from lockstep.config import RunConfig
 from lockstep.data import load_dataset
 from lockstep.data.order import sample_order
-from lockstep.epochs import prepare, train
+from lockstep.epochs import train
 from lockstep.errors import ConfigError, RankError
 from lockstep.layout import sha256_of
+from lockstep.prepare import prepare
 
 TWO = ["cpu:0", "cpu:1"]
 

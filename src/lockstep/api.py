@@ -9,7 +9,6 @@ What is wrong in one or another edition of the text is mended here:
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 from lockstep.backends import (
     DEFAULT_BACKEND,
@@ -24,16 +23,18 @@ from lockstep.device import Device
 from lockstep.engines import InProcess
 from lockstep.engines.rank import cut_into_chunks, take_part, total_of
 from lockstep.errors import ConfigError, RunError
-from lockstep.evaluate import num_correct
+from lockstep.evaluate import measure
 from lockstep.exchange import schedule_for
 from lockstep.exchange.nodes import Node
 from lockstep.given import as_labels, backend_of_batch, batch_of, check_replicas, flat_replicas, layout_of_replica
-from lockstep.models import CrossEntropySum, Forward
+from lockstep.models import Forward
 from lockstep.models.lenet import init_lenet, lenet
+from lockstep.replica import FlatReplica, Recipe
 from lockstep.report.events import Result
-from lockstep.run import run
 from lockstep.split.batch import part_ranges
 from lockstep.steps import train_step
+from lockstep.task import PIECE
+from lockstep.training import train
 from lockstep.update import Sgd
 
 __all__ = [
@@ -163,13 +164,14 @@ def train_batch(
     backend = backend_of_batch(X, y)
     y = as_labels(backend, y)
     places = check_replicas(X, device_params, devices)
-    rule = Sgd(RunConfig(learning_rate=lr, num_shards=num_shards).learning_rate)  # checked
+    rule = Sgd(RunConfig(learning_rate=lr, num_shards=num_shards).learning_rate or 0.0)  # checked: never 0
     check_ranks(len(places), num_shards)
     layout = layout_of_replica(device_params[0])
     with InProcess(backend, places, exchange) as engine:
-        replicas = flat_replicas(engine, layout, device_params)
+        recipe = Recipe(backend, net, layout, rule)
+        replicas = [FlatReplica(recipe, flat) for flat in flat_replicas(engine, layout, device_params)]
         batch, drawn = batch_of(backend, X, y, places), backend.random_state()
-        replicas, losses = train_step(engine, CrossEntropySum(net), layout, replicas, batch, num_shards, rule)
+        losses = train_step(engine, replicas, 1, batch, num_shards)
         if backend.random_state() != drawn:
             raise RunError(
                 "The model drew random numbers (dropout?): their order would depend on the devices, and so would the "
@@ -181,8 +183,8 @@ def train_batch(
                 "be a number, or the learning rate was too large before. The parameters are as they were."
             )
 
-        def write_back(rank: int, device: Device, params: list[Tensor], flat: Tensor) -> None:
-            updated = backend.unflatten(layout, flat)
+        def write_back(rank: int, device: Device, params: list[Tensor], replica: FlatReplica) -> None:
+            updated = backend.unflatten(layout, replica.flat)
             params[:] = [backend.assign(param, new) for param, new in zip(params, updated, strict=True)]
 
         engine.each("update", write_back, device_params, replicas)
@@ -205,52 +207,6 @@ def evaluate_accuracy(
     places = check_replicas(X, device_params, devices)
     layout = layout_of_replica(device_params[0])
     with InProcess(backend, places) as engine:
-        replicas = flat_replicas(engine, layout, device_params)
-        return num_correct(engine, net, layout, replicas, batch_of(backend, X, y, places)) / len(X)
-
-
-def train(
-    num_gpus: int | None = None,
-    batch_size: int = 256,
-    lr: float = 0.2,
-    num_epochs: int = 10,
-    *,
-    devices: str | Sequence[str] | None = None,
-    data: str = "fashion-mnist",
-    data_dir: str | Path | None = None,
-    model: str = "lenet",
-    num_shards: int = 8,
-    seed: int = 0,
-    backend: str = DEFAULT_BACKEND,
-    exchange: str = "sharded",
-    out: str | Path | None = None,
-    quiet: bool = False,
-) -> Result:
-    """The text's experiment on `num_gpus` devices (GPUs if there are that many, else logical CPU devices).
-
-    >>> result = train(2, batch_size=256, lr=0.2, num_epochs=1, data="fashion-mnist-mini", quiet=True)
-    >>> result.devices, result.steps
-    (['cpu:0', 'cpu:1'], 8)
-    """
-    if num_gpus is not None and devices is not None:
-        raise ConfigError("train got both num_gpus and devices. Give it one of them.")
-    if devices is not None and not isinstance(devices, str):
-        devices = ",".join(devices)
-    config = RunConfig(
-        model=model,
-        data=data,
-        data_dir=None if data_dir is None else Path(data_dir),
-        batch_size=batch_size,
-        learning_rate=lr,
-        num_epochs=num_epochs,
-        num_shards=num_shards,
-        seed=seed,
-        backend=backend,
-        devices=num_gpus if devices is None else devices,
-        exchange=exchange,
-        out=None if out is None else Path(out),
-    )
-    result = run(config, quiet=quiet)
-    if not quiet:
-        print(result.lines())
-    return result
+        recipe = Recipe(backend, net, layout, Sgd(1.0))
+        replicas = [FlatReplica(recipe, flat) for flat in flat_replicas(engine, layout, device_params)]
+        return measure(engine, replicas, [batch_of(backend, X, y, places)], PIECE)["accuracy"]

@@ -7,9 +7,21 @@ from pathlib import Path
 
 from lockstep.backends import DEFAULT_BACKEND
 from lockstep.errors import ConfigError
+from lockstep.rates import SCHEDULES
+from lockstep.registry import pick
 
 MAX_SHARDS = 4096  # a shard is a forward and backward pass of its own: more would only be slow
 MAX_SEED = 2**32 - 1
+MAX_WORKERS = 256
+LEARNING_RATES = {"sgd": 0.2, "adam": 0.001, "adamw": 0.001}  # where none is given: the text's, and Adam's own
+BATCH_NORMS = {
+    "shard": "statistics of the shard; running statistics as if the shards came one after the other",
+    "sync": "statistics of the whole batch",
+}
+PRECISIONS = {
+    "fp32": "float32 throughout",
+    "bf16": "bfloat16 where it is safe (autocast), float32 parameters",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,10 +35,19 @@ class RunConfig:
     lockstep.errors.ConfigError: A batch of 0 samples cannot be trained on. Use 1 or more (--batch-size).
     """
 
-    model: str = "lenet"
-    data: str = "fashion-mnist"  # a name, or the path of a .npz file
+    model: str = "lenet"  # a name, or package.file:function
+    data: str = "fashion-mnist"  # a name, the path of a .npz file, or package.file:function
+    loss: str = "cross_entropy"  # a name, or package.file:function
+    optimizer: str = "sgd"  # a name, or package.file:function
     batch_size: int = 256  # samples of one update, over all devices together
-    learning_rate: float = 0.2  # for batch_size; never scaled behind the user's back
+    learning_rate: float | None = None  # for batch_size; never scaled behind the user's back. Nothing: the optimizer's
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    schedule: str = "constant"  # how the learning rate goes on after the warm-up
+    warmup: int = 0  # steps in which it grows to its full value
+    clip_norm: float | None = None  # gradients with a larger norm are made shorter
+    batch_norm: str = "shard"  # whose statistics: a shard's, or the whole batch's (sync)
+    precision: str = "fp32"
     num_epochs: int = 10
     num_shards: int = 8  # parts of a batch: part of the run, as the number of devices is not
     seed: int = 0
@@ -35,19 +56,25 @@ class RunConfig:
     devices: int | str | None = None  # a number, or a list like cpu:0,cpu:1; nothing: all that there is
     engine: str = "inprocess"
     exchange: str = "sharded"
+    workers: int | None = None  # processes that load samples which are not in memory; nothing: one a core, four at most
     data_dir: Path | None = None  # where the files of a named data set lie
     out: Path | None = None  # the folder to record the run in
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "num_epochs", "num_shards", "seed"):
+        for name in ("batch_size", "num_epochs", "num_shards", "seed", "warmup", "workers"):
             try:
-                object.__setattr__(self, name, operator.index(getattr(self, name)))  # numpy's whole numbers too
+                if not (name == "workers" and self.workers is None):
+                    object.__setattr__(self, name, operator.index(getattr(self, name)))  # numpy's whole numbers too
             except TypeError:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}. It must be a whole number.") from None
-        try:
-            object.__setattr__(self, "learning_rate", float(self.learning_rate))
-        except (TypeError, ValueError, OverflowError):
-            raise ConfigError(f"The learning rate is {self.learning_rate!r}. It must be a number.") from None
+        if self.learning_rate is None and self.optimizer in LEARNING_RATES:
+            object.__setattr__(self, "learning_rate", LEARNING_RATES[self.optimizer])
+        for name in ("learning_rate", "momentum", "weight_decay", "clip_norm"):
+            value, words = getattr(self, name), name.replace("_", " ")
+            try:
+                object.__setattr__(self, name, None if value is None else float(value))
+            except (TypeError, ValueError, OverflowError):
+                raise ConfigError(f"The {words} is {value!r}. It must be a number.") from None
         object.__setattr__(self, "data", str(self.data))
         if self.data.endswith(".npz"):  # a run's record must mean the same file from any folder
             object.__setattr__(self, "data", str(Path(self.data).resolve()))
@@ -57,7 +84,7 @@ class RunConfig:
             raise ConfigError(
                 f"A batch of {self.batch_size} samples cannot be trained on. Use 1 or more (--batch-size)."
             )
-        if not 0 < self.learning_rate < math.inf:
+        if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:
             raise ConfigError(
                 f"The learning rate {self.learning_rate} does not train. Use a positive number, like 0.2 (--lr)."
             )
@@ -67,6 +94,23 @@ class RunConfig:
             raise ConfigError(f"A batch cannot be cut into {self.num_shards} shards. Use 1 to {MAX_SHARDS} (--shards).")
         if not 0 <= self.seed <= MAX_SEED:
             raise ConfigError(f"The seed {self.seed} is out of range. Use 0 to {MAX_SEED} (--seed).")
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"A momentum of {self.momentum:g} does not settle. Use 0 to less than 1 (--momentum).")
+        if self.momentum and self.optimizer != "sgd":
+            raise ConfigError(f"Momentum belongs to sgd, and the optimizer is {self.optimizer}. Leave --momentum out.")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ConfigError(f"A weight decay of {self.weight_decay:g} is none. Use 0 or more (--weight-decay).")
+        if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
+            raise ConfigError(
+                f"Gradients cannot be clipped to a norm of {self.clip_norm:g}. Use more than 0 (--clip-norm)."
+            )
+        if self.warmup < 0:
+            raise ConfigError(f"A warm-up of {self.warmup} steps cannot be. Use 0 or more (--warmup).")
+        if self.workers is not None and not 0 <= self.workers <= MAX_WORKERS:
+            raise ConfigError(f"{self.workers} workers cannot load samples. Use 0 to {MAX_WORKERS} (--workers).")
+        pick(SCHEDULES, self.schedule, "schedule")
+        pick(BATCH_NORMS, self.batch_norm, "kind of batch norm")
+        pick(PRECISIONS, self.precision, "precision")
 
 
 def check_ranks(num_ranks: int, num_shards: int) -> None:

@@ -1,145 +1,127 @@
-"""The epochs: from a run's settings to its result, as a sequence of events."""
+"""The epochs: from what a run was prepared with to its result, as a sequence of events."""
 
 import math
 import time
 from collections.abc import Generator
+from contextlib import ExitStack
 from dataclasses import asdict
-from typing import NamedTuple
 
 import numpy as np
 
-from lockstep.backends import Backend, devices_for, load_backend
-from lockstep.config import RunConfig, check_batch, check_ranks
-from lockstep.data import Dataset, load_dataset
+from lockstep.backends import peak_memory, reset_peak_memory
+from lockstep.config import RunConfig
 from lockstep.data.order import sample_order
-from lockstep.data.sources import Progress, no_progress
-from lockstep.device import Device
-from lockstep.engines import ENGINES, Engine
 from lockstep.errors import Interrupted, RunError
-from lockstep.evaluate import num_correct
-from lockstep.exchange import EXCHANGES, KEEPS_THE_TREE
-from lockstep.layout import Array, layout_of, sha256_of
-from lockstep.models import MODELS, CrossEntropySum, Model
-from lockstep.registry import pick
+from lockstep.evaluate import measure_all
+from lockstep.exchange import KEEPS_THE_TREE
+from lockstep.layout import Array, sha256_of
+from lockstep.prepare import Prepared
 from lockstep.report.events import EpochDone, Event, Result, RunDone, RunStarted, RunStopped, StepDone
-from lockstep.samples import Samples
+from lockstep.split.batch import split_into_shards
 from lockstep.steps import train_step
-from lockstep.update import Sgd
-
-
-class Prepared(NamedTuple):
-    """What the names in a run's settings stand for, once all of them were found."""
-
-    backend: Backend
-    engine: type[Engine]
-    devices: list[Device]
-    model: Model
-    data: Dataset
-
-
-def prepare(config: RunConfig, progress: Progress = no_progress) -> Prepared:
-    """Finds everything the run needs, cheapest first; raises before anything is started or written."""
-    model = pick(MODELS, config.model, "model")
-    pick(EXCHANGES, config.exchange, "exchange")
-    backend = load_backend(config.backend)
-    able = {name: ENGINES[name] for name in backend.capabilities.engines}
-    engine = pick(able, config.engine, f"engine for {backend.name}")
-    devices = devices_for(backend, config.devices, at_most=config.num_shards)
-    check_ranks(len(devices), config.num_shards)
-    data = load_dataset(config.data, config.data_dir, progress)
-    check_batch(config.batch_size, len(data.X_train), data.name)
-    model.check(data)
-    return Prepared(backend, engine, devices, model, data)
 
 
 def train(config: RunConfig, prepared: Prepared) -> Generator[Event, None, None]:
     """The events of a run: RunStarted, then StepDone and EpochDone, and RunDone with the result at last."""
-    backend, engine_type, devices, model, data = prepared
-    initial = model.init(config.seed)
-    layout = layout_of(initial)
-    loss_sum, rule = CrossEntropySum(model.forward), Sgd(config.learning_rate)
-    num_train, num_test = len(data.X_train), len(data.X_test)
+    backend, engine_type, devices, task = prepared
     history: list[EpochDone] = []
-    params: dict[str, Array] = {}  # after the last finished epoch
+    weights: dict[str, Array] = {}  # parameters and buffers after the last finished epoch
     first_loss = math.nan
     step = 0
 
-    with engine_type(backend, devices, config.exchange) as engine:
-        replicas = engine.replicate(layout.flatten(list(initial.values())))
-        train_set = Samples(engine, data.X_train, data.y_train)
-        test_set = Samples(engine, data.X_test, data.y_test)
+    with ExitStack() as closing:
+        engine = closing.enter_context(engine_type(backend, devices, config.exchange))
+        reset_peak_memory(backend, devices)
+        replicas = engine.replicate(lambda device: task.replica(device, task.initial))
+        train_set = task.train_set(engine)
+        closing.callback(train_set.close)
+        test_set = None if task.test_set is None else task.test_set(engine)
+        if test_set is not None:
+            closing.callback(test_set.close)
         try:
             yield RunStarted(
                 config=asdict(config),
-                data_sha256=data.sha256,
+                data_sha256=task.data_sha256,
                 backend_version=backend.version(),
                 devices=[str(device) for device in devices],
-                num_train_samples=num_train,
-                num_test_samples=num_test,
-                num_parameters=layout.num_parameters,
-                steps_per_epoch=math.ceil(num_train / config.batch_size),
+                num_train_samples=task.num_train,
+                num_test_samples=task.num_test,
+                num_parameters=task.num_parameters,
+                steps_per_epoch=math.ceil(task.num_train / config.batch_size),
                 keeps_bits=config.exchange in KEEPS_THE_TREE,
+                notes=list(task.notes),
             )
             for epoch in range(1, config.num_epochs + 1):
                 began = time.perf_counter()
                 losses: list[float] = []
-                order = engine.place(sample_order(config.seed, epoch - 1, num_train))
-                for start in range(0, num_train, config.batch_size):
-                    batch = train_set.batch(order, start, min(start + config.batch_size, num_train))
-                    replicas, own_losses = train_step(
-                        engine, loss_sum, layout, replicas, batch, config.num_shards, rule
-                    )
-                    losses += [loss for of_rank in engine.gather(own_losses) for loss in of_rank]
+                order = sample_order(config.seed, epoch - 1, task.num_train)
+                for batch in train_set.batches(
+                    order, config.batch_size, lambda size: split_into_shards(size, config.num_shards), epoch
+                ):
                     step += 1
+                    own_losses = train_step(engine, replicas, step, batch, config.num_shards)
+                    losses += [loss for of_rank in engine.gather(own_losses) for loss in of_rank]
                     if step == 1:
                         first_loss = math.fsum(losses) / batch.num_samples
                     if not all(map(math.isfinite, losses[-config.num_shards :])):
-                        yield from _stop(config, epoch, step, "the loss is no longer a number", history, params)
+                        yield from _stop(config, epoch, step, "the loss is no longer a number", history, weights)
                     yield StepDone(epoch, step, batch.num_samples)
                 seconds = time.perf_counter() - began
-                flat = backend.to_numpy(replicas[0]).copy()  # a backend may show its own memory
-                if not np.isfinite(flat).all():
-                    yield from _stop(config, epoch, step, "a weight is no longer a number", history, params)
-                correct = num_correct(engine, model.forward, layout, replicas, test_set.all())
-                params = dict(zip(layout.names, layout.unflatten(flat), strict=True))
+                now = replicas[0].arrays()
+                if not all(np.isfinite(now[name]).all() for name in task.parameters):
+                    yield from _stop(config, epoch, step, "a weight is no longer a number", history, weights)
+                metrics = {}
+                if test_set is not None:
+                    metrics = measure_all(engine, replicas, test_set, task.piece, config.batch_size)
+                weights = now
                 history.append(
                     EpochDone(
                         epoch=epoch,
                         seconds=seconds,
-                        train_loss=math.fsum(losses) / num_train,  # rounded once, at the end: the order does not matter
-                        test_accuracy=correct / num_test,
+                        train_loss=math.fsum(losses)
+                        / task.num_train,  # rounded once, at the end: order does not matter
+                        test_accuracy=metrics.get("accuracy"),
+                        metrics=metrics,
                     )
                 )
                 yield history[-1]
+            peak = peak_memory(backend, devices)
         except KeyboardInterrupt:
-            yield RunStopped(len(history) + 1, step, "interrupted", history, params)
+            yield RunStopped(len(history) + 1, step, "interrupted", history, weights)
             raise Interrupted(f"interrupted after step {step}.{_kept(config, history)}") from None
 
     seconds_per_epoch = sum(done.seconds for done in history) / len(history)
+    buffers = [name for name in weights if name not in set(task.parameters)]
     yield RunDone(
         Result(
             test_accuracy=history[-1].test_accuracy,
+            metrics=history[-1].metrics,
             seconds_per_epoch=seconds_per_epoch,
-            samples_per_second=num_train / seconds_per_epoch,
+            samples_per_second=task.num_train / seconds_per_epoch,
             backend=backend.name,
             backend_version=backend.version(),
             devices=[str(device) for device in devices],
+            peak_memory=peak,
             steps=step,
             first_loss=first_loss,
-            weights_sha256=sha256_of(list(params.values())),
+            weights_sha256=sha256_of([weights[name] for name in task.parameters]),
+            buffers_sha256=sha256_of([weights[name] for name in buffers]) if buffers else None,
             history=history,
             run=config.out,
-            params=params,
+            params={name: weights[name] for name in task.parameters},
+            buffers={name: weights[name] for name in buffers},
+            module=task.trained(weights),
         )
     )
 
 
 def _stop(
-    config: RunConfig, epoch: int, step: int, what: str, history: list[EpochDone], params: dict[str, Array]
+    config: RunConfig, epoch: int, step: int, what: str, history: list[EpochDone], weights: dict[str, Array]
 ) -> Generator[Event, None, None]:
     """Hands out what there is, then ends the run with a sentence."""
-    reason = f"epoch {epoch}, step {step}: {what}. The learning rate {config.learning_rate:g} is likely too large"
-    yield RunStopped(epoch, step, reason, history, params)
+    rate = "" if config.learning_rate is None else f" {config.learning_rate:g}"
+    reason = f"epoch {epoch}, step {step}: {what}. The learning rate{rate} is likely too large"
+    yield RunStopped(epoch, step, reason, history, weights)
     raise RunError(f"{reason}; try a smaller one.{_kept(config, history)}")
 
 

@@ -7,6 +7,7 @@ LockstepError
 |  `- BackendError 2  a framework that is missing, or cannot do what was asked
 `- RunError        1  the run was started and failed
    |- RankError    1  ... on one rank, in one phase; the cause is `__cause__`
+   |- OutOfMemory  1  ... because a shard does not fit into a device's memory; says which number of shards does
    `- Interrupted 130  ... because the user ended it
 """
 
@@ -47,6 +48,19 @@ class RankError(RunError):
         at = f" (at {where})" if where else ""
         super().__init__(f"rank {rank} ({device}), during {phase}: {type(cause).__name__}: {cause}{at}")
         self.__cause__ = cause
+
+
+class OutOfMemory(RunError):
+    """A shard does not fit into a device's memory."""
+
+    def __init__(self, rank: int, device: str, num_samples: int, advice: str, said: str, where: str = "") -> None:
+        self.rank, self.device = rank, device
+        at = f" (at {where})" if where else ""
+        super().__init__(
+            f"rank {rank} ({device}), during forward and backward: a shard of {num_samples} "
+            f"sample{'s' * (num_samples > 1)} does not fit into memory. {advice}. "
+            f"The framework said: {said.splitlines()[0] if said else 'nothing'}{at}"
+        )
 
 
 class Interrupted(RunError):

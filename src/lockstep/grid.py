@@ -12,9 +12,9 @@ from rich.table import Table
 
 from lockstep.backends import devices_for, load_backend
 from lockstep.config import RunConfig, check_batch, check_ranks
-from lockstep.data import load_dataset
 from lockstep.errors import ConfigError, RunError
 from lockstep.exchange import KEEPS_THE_TREE
+from lockstep.prepare import prepare
 from lockstep.report.console import fetch_progress
 from lockstep.report.events import Result
 from lockstep.report.plots import draw_curves
@@ -30,9 +30,14 @@ class Row:
 
     num_devices: int
     batch_size: int
-    learning_rate: float
+    learning_rate: float | None
     exchange: str
     result: Result
+
+    @property
+    def accuracy(self) -> float:
+        """The test accuracy; below all others where there is none."""
+        return -1.0 if self.result.test_accuracy is None else self.result.test_accuracy
 
     @property
     def label(self) -> str:
@@ -91,9 +96,9 @@ def run_grid(grid: list[RunConfig], folder: Path, quiet: bool = False) -> list[R
     """Trains every run of the grid, each recorded in a folder of its own below `folder`."""
     check_new_folder(folder)
     with fetch_progress() as progress:
-        data = load_dataset(grid[0].data, grid[0].data_dir, progress)
+        num_train = prepare(grid[0], progress=progress).task.num_train
     for config in grid:
-        check_batch(config.batch_size, len(data.X_train), data.name)
+        check_batch(config.batch_size, num_train, config.data)
     rows = []
     for config in grid:
         num_devices = str(config.devices).count(",") + 1
@@ -131,7 +136,7 @@ def table(rows: list[Row]) -> str:
             str(row.num_devices),
             str(row.batch_size),
             f"{row.learning_rate!r}",
-            f"{row.result.test_accuracy:.4f}",
+            "" if row.result.test_accuracy is None else f"{row.accuracy:.4f}",
             f"{row.result.seconds_per_epoch:.2f}",
             f"{row.result.samples_per_second:,.0f}",
             f"{row.result.weights_sha256[:12]}...",
@@ -146,15 +151,16 @@ def table(rows: list[Row]) -> str:
 def sentence(rows: list[Row]) -> str:
     """What the table shows, in one sentence."""
     said = _same_weights(rows) + _time(rows) + _best_rates(rows)
-    best = max(rows, key=lambda row: row.result.test_accuracy)
-    said.append(f"the best test accuracy is {best.result.test_accuracy:.4f} ({best.label})")
-    text = "; ".join(said)
+    best = max(rows, key=lambda row: row.accuracy)
+    if best.result.test_accuracy is not None:
+        said.append(f"the best test accuracy is {best.accuracy:.4f} ({best.label})")
+    text = "; ".join(said) or "there are no test samples to compare the runs by"
     return text[0].upper() + text[1:] + "."
 
 
 def _same_weights(rows: list[Row]) -> list[str]:
     """Runs that differ in the number of devices only must agree bit for bit."""
-    groups: dict[tuple[int, float], list[Row]] = {}
+    groups: dict[tuple[int, float | None], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.batch_size, row.learning_rate), []).append(row)
     shared = [group for group in groups.values() if len(group) > 1]
@@ -189,7 +195,7 @@ def _best_rates(rows: list[Row]) -> list[str]:
         by_size.setdefault(row.batch_size, []).append(row)
     if len(by_size) < 2 or len({row.learning_rate for row in rows}) < 2:
         return []
-    best = {size: max(group, key=lambda row: row.result.test_accuracy) for size, group in sorted(by_size.items())}
+    best = {size: max(group, key=lambda row: row.accuracy) for size, group in sorted(by_size.items())}
     return [
         "the best learning rate is " + _and([f"{row.learning_rate!r} for batch {size}" for size, row in best.items()])
     ]

@@ -3,17 +3,19 @@
 from contextlib import closing
 
 from lockstep.config import RunConfig
-from lockstep.epochs import prepare, train
+from lockstep.epochs import train
+from lockstep.prepare import prepare
 from lockstep.report.console import Console, fetch_progress
 from lockstep.report.events import Event, Result, RunDone
 from lockstep.report.runlog import RunLog
+from lockstep.task import Given
 
 
-def run(config: RunConfig, quiet: bool = False) -> Result:
+def run(config: RunConfig, given: Given | None = None, quiet: bool = False) -> Result:
     """The result of a run, shown on standard error unless `quiet`, and recorded if `config.out` names a folder."""
     log = None if config.out is None else RunLog(config.out)
     with fetch_progress() as progress:
-        prepared = prepare(config, progress)
+        prepared = prepare(config, given or Given(), progress)
     with Console() as console, closing(train(config, prepared)) as events:
 
         def tell(event: Event) -> None:

@@ -1,29 +1,60 @@
-"""Samples and labels within reach of every rank, and batches of them."""
+"""Samples within reach of every rank, and batches of them."""
 
-import numpy as np
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Protocol
 
 from lockstep.backends import Tensor
+from lockstep.data.dataset import leaves_of, map_leaves
 from lockstep.engines import Batch, Engine
 from lockstep.layout import Array
+
+Cut = Callable[[int], list[range]]  # samples of a batch -> its shards
+
+
+class Feed(Protocol):
+    """Where batches come from."""
+
+    num_samples: int
+    in_memory: bool  # a batch may be as large as all samples: nothing is loaded before it is fetched
+
+    def batches(self, order: Array, batch_size: int, cut: Cut, epoch: int) -> Iterator[Batch]:
+        """The samples in `order`, in batches; a rank will fetch the shards that `cut` makes of each."""
+        ...
+
+    def close(self) -> None:
+        """Ends what was started to load samples."""
+        ...
 
 
 class Samples:
     """Placed once on each device; a batch is then a list of sample numbers, and a shard is gathered where needed."""
 
-    def __init__(self, engine: Engine, X: Array, y: Array) -> None:
-        self._take, self._num_samples = engine.backend.take, len(X)
-        self._X, self._y = engine.place(X), engine.place(y)
-        self._as_they_are = engine.place(np.arange(len(X)))
+    in_memory = True
 
-    def batch(self, order: list[Tensor], first: int, stop: int) -> Batch:
-        """The samples at places `first` to `stop` of `order` (which every local rank has)."""
+    def __init__(self, engine: Engine, X: Any, y: Any) -> None:
+        self._engine, self.num_samples = engine, len(leaves_of(X)[0])
+        placed = {id(array): engine.place(array) for array in leaves_of((X, y))}
+        self._of_rank = [
+            map_leaves((X, y), partial(_of_rank, placed, number)) for number in range(len(engine.local_ranks))
+        ]
 
-        def fetch(rank: int, start: int, end: int) -> tuple[Tensor, Tensor]:
-            places = order[rank], first + start, first + end
-            return self._take(self._X[rank], *places), self._take(self._y[rank], *places)
+    def batches(self, order: Array, batch_size: int, cut: Cut, epoch: int = 0) -> Iterator[Batch]:
+        take, places = self._engine.backend.take, self._engine.place(order)
+        for first in range(0, len(order), batch_size):
 
-        return Batch(stop - first, fetch)
+            def fetch(rank: int, start: int, stop: int, first: int = first) -> tuple[Any, Any]:
+                def gather(tensor: Tensor) -> Tensor:
+                    return take(tensor, places[rank], first + start, first + stop)
 
-    def all(self) -> Batch:
-        """All samples, in their own order."""
-        return self.batch(self._as_they_are, 0, self._num_samples)
+                X, y = map_leaves(self._of_rank[rank], gather)
+                return X, y
+
+            yield Batch(min(batch_size, len(order) - first), fetch)
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+def _of_rank(placed: dict[int, list[Tensor]], number: int, array: Array) -> Tensor:
+    return placed[id(array)][number]

@@ -1,19 +1,88 @@
-"""What the mean gradient does to the parameters.
+"""What the mean gradient does to the parameters, for models that are functions of one flat vector.
 
 Written with plain operators, one rounding each, so that it does not matter whether a vector is updated whole or in
 parts: a fused multiply-add may round differently in the vectorised part of a loop and in its tail.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from lockstep.backends import Tensor
+
+State = tuple[Tensor, ...]  # what a rule remembers from step to step
+
+
+class Rule(Protocol):
+    """Parameters and memory after step number `step` (from 1 on), the learning rate being multiplied by `factor`."""
+
+    def start(self, parameters: Tensor) -> State: ...
+    def __call__(
+        self, parameters: Tensor, gradient: Tensor, state: State, step: int, factor: float
+    ) -> tuple[Tensor, State]: ...
 
 
 @dataclass(frozen=True)
 class Sgd:
-    """Stochastic gradient descent as in the text: parameters - learning rate * mean gradient."""
+    """Stochastic gradient descent as in the text: parameters - learning rate * mean gradient; or with momentum."""
 
     learning_rate: float
+    momentum: float = 0.0
+    weight_decay: float = 0.0
 
-    def __call__(self, parameters: Tensor, mean_gradient: Tensor) -> Tensor:
-        return parameters - self.learning_rate * mean_gradient
+    def start(self, parameters: Tensor) -> State:
+        return (parameters * 0,) if self.momentum else ()
+
+    def __call__(
+        self, parameters: Tensor, gradient: Tensor, state: State, step: int, factor: float
+    ) -> tuple[Tensor, State]:
+        if self.weight_decay:
+            gradient = gradient + self.weight_decay * parameters
+        if self.momentum:
+            gradient = self.momentum * state[0] + gradient
+            state = (gradient,)
+        return parameters - self.learning_rate * factor * gradient, state
+
+
+@dataclass(frozen=True)
+class Adam:
+    """Adam; `decoupled` weight decay makes it AdamW."""
+
+    learning_rate: float
+    weight_decay: float = 0.0
+    decoupled: bool = False
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+
+    def start(self, parameters: Tensor) -> State:
+        return parameters * 0, parameters * 0
+
+    def __call__(
+        self, parameters: Tensor, gradient: Tensor, state: State, step: int, factor: float
+    ) -> tuple[Tensor, State]:
+        rate, (mean, square) = self.learning_rate * factor, state
+        if self.weight_decay and self.decoupled:
+            parameters = parameters * (1 - rate * self.weight_decay)
+        elif self.weight_decay:
+            gradient = gradient + self.weight_decay * parameters
+        mean = self.beta1 * mean + (1 - self.beta1) * gradient
+        square = self.beta2 * square + (1 - self.beta2) * (gradient * gradient)
+        root = square**0.5 / (1 - self.beta2**step) ** 0.5 + self.epsilon
+        return parameters - (rate / (1 - self.beta1**step)) * (mean / root), (mean, square)
+
+
+# --optimizer NAME -> the rule for (learning rate, momentum, weight decay)
+RULES: dict[str, Callable[[float, float, float], Rule]] = {
+    "sgd": Sgd,
+    "adam": lambda rate, momentum, decay: Adam(rate, decay),
+    "adamw": lambda rate, momentum, decay: Adam(rate, decay, decoupled=True),
+}
+
+
+def clipped(gradient: Tensor, clip_norm: float | None) -> Tensor:
+    """The gradient, made shorter where its norm is larger than `clip_norm`."""
+    if clip_norm is None:
+        return gradient
+    norm = float((gradient * gradient).sum() ** 0.5)
+    return gradient * min(1.0, clip_norm / (norm + 1e-6))

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +22,13 @@ from lockstep.data import load_dataset
 from lockstep.data.order import sample_order
 from lockstep.device import Device
 from lockstep.engines import InProcess
-from lockstep.epochs import prepare, train
+from lockstep.epochs import train
 from lockstep.errors import BackendError, ConfigError, LockstepError, RankError
 from lockstep.layout import Layout, layout_of, sha256_of
 from lockstep.models import MODELS, CrossEntropySum
 from lockstep.models.lenet import init_lenet
 from lockstep.models.model import Model
+from lockstep.prepare import prepare
 from lockstep.report.runlog import RunLog
 
 CPU = Device("cpu:0")
@@ -288,7 +290,7 @@ def test_many_devices_at_the_same_time_change_no_bit(backend):
         return {backend.to_numpy(gradient).tobytes() for _, gradient in results}
 
     with InProcess(backend, [Device(place) for place in devices(4)]) as engine:
-        replicas = engine.replicate(layout.flatten(list(start.values())))
+        replicas = engine.replicate(partial(backend.from_numpy, layout.flatten(list(start.values()))))
         found = engine.each("forward and backward", gradients, replicas)
     assert len(set.union(*found)) == 1
 

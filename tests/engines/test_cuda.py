@@ -9,7 +9,8 @@ from lockstep.backends import load_backend
 from lockstep.config import RunConfig
 from lockstep.device import Device
 from lockstep.engines import InProcess
-from lockstep.epochs import prepare, train
+from lockstep.epochs import train
+from lockstep.prepare import prepare
 
 pytestmark = [
     pytest.mark.cuda,
@@ -45,7 +46,8 @@ def test_ranks_on_one_gpu_have_streams_of_their_own_and_share_the_data():
     with InProcess(TORCH, twice) as engine:
         streams = engine.each("look", lambda rank, device: torch.cuda.current_stream().cuda_stream)
         placed = engine.place(np.arange(10))
-        replicas = engine.replicate(np.ones(4, np.float32))
+        start = np.ones(4, np.float32)
+        replicas = engine.replicate(lambda device: TORCH.copy_to(TORCH.from_numpy(start, device), device))
     assert len(set(streams)) == 2
     assert placed[0].data_ptr() == placed[1].data_ptr()
     assert replicas[0].data_ptr() != replicas[1].data_ptr()

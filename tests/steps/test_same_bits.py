@@ -9,11 +9,13 @@ from lockstep.backends import load_backend
 from lockstep.config import RunConfig
 from lockstep.device import Device
 from lockstep.engines import Batch, InProcess
-from lockstep.epochs import prepare, train
+from lockstep.epochs import train
 from lockstep.exchange.nodes import Node, sum_of
 from lockstep.layout import layout_of
 from lockstep.models import CrossEntropySum
 from lockstep.models.lenet import init_lenet, lenet
+from lockstep.prepare import prepare
+from lockstep.replica import FlatReplica, Recipe
 from lockstep.report.events import EpochDone, RunDone
 from lockstep.split.batch import split_into_shards
 from lockstep.steps import train_step
@@ -92,9 +94,10 @@ def one_step(num_ranks, num_samples=50, num_shards=8, **engine_settings):
     devices = [Device(f"cpu:{rank}") for rank in range(num_ranks)]
     _, _, batch = batch_of(num_samples)
     with InProcess(TORCH, devices, **engine_settings) as engine:
-        replicas = engine.replicate(layout.flatten(list(params.values())))
-        replicas, _ = train_step(engine, CrossEntropySum(lenet), layout, replicas, batch, num_shards, Sgd(0.5))
-        return [TORCH.to_numpy(flat) for flat in replicas]
+        recipe, start = Recipe(TORCH, lenet, layout, Sgd(0.5)), layout.flatten(list(params.values()))
+        replicas = engine.replicate(lambda device: FlatReplica(recipe, TORCH.from_numpy(start.copy(), device)))
+        train_step(engine, replicas, 1, batch, num_shards)
+        return [TORCH.to_numpy(replica.flat) for replica in replicas]
 
 
 @pytest.mark.parametrize("exchange", ["gather", "sharded", "tree", "ring"])

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+from lockstep.backends.hardware import peak_of_process
 from lockstep.backends.protocol import Backend, Capabilities, LossSum, Ops, Tensor
 from lockstep.device import MAX_DEVICES, Device, check_devices, choose_devices
 from lockstep.errors import BackendError, ConfigError
@@ -26,7 +27,9 @@ __all__ = [
     "devices_for",
     "is_installed",
     "load_backend",
+    "peak_memory",
     "places_for",
+    "reset_peak_memory",
 ]
 
 # The name is that of the framework's package and of the file beside this one -> how to install it.
@@ -110,6 +113,22 @@ def devices_for(backend: Backend, wanted: int | str | list[str] | None, at_most:
     if wanted is None:
         wanted = min(len(names) or cpu.num_cores, at_most)
     return choose_devices(wanted, names)
+
+
+def reset_peak_memory(backend: Backend, devices: Sequence[Device]) -> None:
+    """Begins to count anew what `peak_memory` says."""
+    peak_of_process(reset=True)
+    for gpu in {device for device in devices if device.kind == "cuda"}:
+        backend.peak_gpu_memory(gpu, reset=True)
+
+
+def peak_memory(backend: Backend, devices: Sequence[Device]) -> dict[str, int]:
+    """The most bytes that each GPU had in use, or the whole process where the devices are logical ones of the CPU."""
+    gpus = dict.fromkeys(device for device in devices if device.kind == "cuda")
+    if not gpus:
+        return {"cpu": peak_of_process()}
+    peaks = {str(gpu): backend.peak_gpu_memory(gpu) for gpu in gpus}
+    return {gpu: num_bytes for gpu, num_bytes in peaks.items() if num_bytes is not None}
 
 
 def places_for(backend: Backend, names: Sequence[str]) -> list[Device]:

@@ -1,7 +1,10 @@
-"""What the CPU is, for every backend alike."""
+"""What the CPU is, and how much memory the process took, for every backend alike."""
 
 import os
 import platform
+import re
+import resource
+from pathlib import Path
 
 from lockstep.device import Device, Hardware
 
@@ -11,6 +14,18 @@ def cpu() -> Hardware:
     num_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     usable = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))  # Linux only
     return Hardware(Device("cpu:0"), _name(), num_bytes, len(usable(0)))
+
+
+def peak_of_process(reset: bool = False) -> int:
+    """The most memory in bytes that this process has had, since the last `reset` where the system can do that."""
+    try:
+        if reset:
+            Path("/proc/self/clear_refs").write_text("5")
+        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    except OSError:
+        found = None
+    kilobytes = int(found[1]) if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return 1024 * kilobytes
 
 
 def _name() -> str:

@@ -96,6 +96,9 @@ class JaxBackend:
     def synchronize(self, device: Device) -> None:
         pass  # who reads an array waits for it
 
+    def peak_gpu_memory(self, device: Device, reset: bool = False) -> int | None:
+        return (_place(device).memory_stats() or {}).get("peak_bytes_in_use")  # of the process: it cannot be reset
+
     def capture(self, function: Function) -> Function:
         compiled = jax.jit(function, compiler_options=_FIXED)
 

@@ -114,6 +114,9 @@ class MxnetBackend:
     def synchronize(self, device: Device) -> None:
         npx.waitall()
 
+    def peak_gpu_memory(self, device: Device, reset: bool = False) -> int | None:
+        return None  # MXNet does not keep count
+
     def capture(self, function: Function) -> Function:
         raise BackendError("Lockstep does not capture with MXNet. Call the function as it is, or use jax.")
 

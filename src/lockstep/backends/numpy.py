@@ -155,6 +155,9 @@ class NumpyBackend:
     def synchronize(self, device: Device) -> None:
         pass  # an operation is over when it returns
 
+    def peak_gpu_memory(self, device: Device, reset: bool = False) -> int | None:
+        return None  # there are no GPUs
+
     def capture(self, function: Function) -> Function:
         raise BackendError("numpy cannot capture a function. Call it as it is, or use a framework that can (jax).")
 

@@ -102,6 +102,11 @@ class PaddleBackend:
         if device.kind == "cuda":
             paddle.device.synchronize(_place_name(device))
 
+    def peak_gpu_memory(self, device: Device, reset: bool = False) -> int | None:
+        if reset:
+            paddle.device.cuda.reset_max_memory_allocated(device.number)
+        return int(paddle.device.cuda.max_memory_allocated(device.number))
+
     def capture(self, function: Function) -> Function:
         raise BackendError("Lockstep does not capture with Paddle. Call the function as it is, or use jax.")
 

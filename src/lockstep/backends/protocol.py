@@ -70,6 +70,10 @@ class Backend(Protocol):
         """Returns when all that the calling thread asked of `device` is done."""
         ...
 
+    def peak_gpu_memory(self, device: Device, reset: bool = False) -> int | None:
+        """Bytes that were in use at most on a GPU since the last `reset`; None where the framework cannot tell."""
+        ...
+
     def capture(self, function: Function) -> Function:
         """`function`, recorded when it is first called with arguments of some shape, and replayed from then on."""
         ...

@@ -1,4 +1,4 @@
-"""PyTorch: the only file that imports it."""
+"""PyTorch. Besides this file, only those in `modules` import it."""
 
 import os
 import threading
@@ -88,6 +88,11 @@ class TorchBackend:
             _set(undo, torch.utils.deterministic, "fill_uninitialized_memory", False)
             _set(undo, torch.backends.cudnn, "deterministic", True)
             _set(undo, torch.backends.cudnn, "benchmark", False)
+            # the fused kernels for attention draw dropout from a counter of their own, or add in arrival order
+            for kernel in ("flash", "mem_efficient", "cudnn"):
+                enabled = getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")()
+                undo.callback(getattr(torch.backends.cuda, f"enable_{kernel}_sdp"), enabled)
+                getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
             for operation in _with_precision():
                 _set(undo, operation, "fp32_precision", "ieee")  # float32 means float32
             for number in {device.number for device in devices if device.kind == "cuda"}:
@@ -98,10 +103,7 @@ class TorchBackend:
             yield
 
     def start_worker(self, device: Device) -> None:
-        torch.set_num_threads(1)  # for this thread; `session` puts the process-wide default back
-        if device.kind == "cuda":
-            torch.cuda.set_device(device.number)
-            torch.cuda.set_stream(torch.cuda.Stream(device.number))
+        start_thread(place_of(device), torch.cuda.Stream(device.number) if device.kind == "cuda" else None)
 
     def random_state(self) -> bytes:
         states = [torch.get_rng_state()]
@@ -113,13 +115,18 @@ class TorchBackend:
         if device.kind == "cuda":
             torch.cuda.current_stream(device.number).synchronize()
 
+    def peak_gpu_memory(self, device: Device, reset: bool = False) -> int | None:
+        if reset:
+            torch.cuda.reset_peak_memory_stats(device.number)
+        return torch.cuda.max_memory_allocated(device.number)
+
     def capture(self, function: Function) -> Function:
         raise BackendError("Lockstep does not capture with PyTorch yet. Call the function as it is, or use jax.")
 
     # --- tensors ---
 
     def from_numpy(self, array: Array, device: Device) -> Tensor:
-        return torch.from_numpy(array).to(_place(device))
+        return torch.from_numpy(array).to(place_of(device))
 
     def to_numpy(self, tensor: Tensor) -> Array:
         array: Array = tensor.detach().cpu().numpy()
@@ -127,7 +134,7 @@ class TorchBackend:
 
     def copy_to(self, tensor: Tensor, device: Device) -> Tensor:
         # `.to(device)` on the same device is the tensor itself: two replicas would be one
-        return tensor.detach().to(_place(device), copy=True)
+        return tensor.detach().to(place_of(device), copy=True)
 
     def device_of(self, tensor: Tensor) -> Device:
         return Device(f"{tensor.device.type}:{tensor.device.index or 0}")
@@ -155,7 +162,7 @@ class TorchBackend:
     # --- parameters as one flat vector ---
 
     def flatten(self, layout: Layout, params: list[Tensor], device: Device) -> Tensor:
-        flat = torch.zeros(layout.size, dtype=torch.float32, device=_place(device))
+        flat = torch.zeros(layout.size, dtype=torch.float32, device=place_of(device))
         for piece, param in zip(flat.split(layout.pieces)[::2], params, strict=True):
             piece.copy_(param.detach().reshape(-1))
         return flat
@@ -168,21 +175,37 @@ class TorchBackend:
         self, loss_sum: LossSum, layout: Layout, flat: Tensor, X: Tensor, y: Tensor
     ) -> tuple[Tensor, Tensor]:
         flat = flat.detach().requires_grad_()  # same memory, a graph of its own
-        try:
+        with plain_errors(flat.device.type):
             loss = loss_sum(self.unflatten(layout, flat), X, y)
             (gradient,) = torch.autograd.grad(loss, flat)  # backward of `split` is one concatenation
-        except RuntimeError as problem:
-            operation, found, _ = str(problem).partition(" does not have a deterministic implementation")
-            if not found:
-                raise
-            raise RuntimeError(
-                f"{operation} has no deterministic mode in PyTorch on {self.device_of(flat).kind}, so the weights "
-                f"would differ from run to run. Use another operation in its place."
-            ).with_traceback(problem.__traceback__) from None
         return loss.detach(), gradient
 
 
-def _place(device: Device) -> torch.device:
+@contextmanager
+def plain_errors(kind: str) -> Iterator[None]:
+    """Says in a sentence that an operation has no deterministic mode; the user's line stays in the traceback."""
+    try:
+        yield
+    except RuntimeError as problem:
+        operation, found, _ = str(problem).partition(" does not have a deterministic implementation")
+        if not found:
+            raise
+        raise RuntimeError(
+            f"{operation} has no deterministic mode in PyTorch on {kind}, so the weights would differ from run to run. "
+            f"Use another operation in its place."
+        ).with_traceback(problem.__traceback__) from None
+
+
+def start_thread(place: torch.device, stream: torch.cuda.Stream | None) -> None:
+    """Makes the calling thread one that works for a device."""
+    torch.set_num_threads(1)  # for this thread; `session` puts the process-wide default back
+    if stream is not None:
+        torch.cuda.set_device(place)
+        torch.cuda.set_stream(stream)
+
+
+def place_of(device: Device) -> torch.device:
+    """Where PyTorch has this device; all logical CPU devices are one to it."""
     return torch.device("cpu") if device.kind == "cpu" else torch.device("cuda", device.number)
 
 

@@ -43,9 +43,9 @@ def data(
         about = f"  ({DATASETS[each]})" if each in DATASETS else ""
         if verify or each not in DATASETS:
             data_set = load_dataset(each, data_dir if is_whole else None)
-            shape = "x".join(map(str, data_set.sample_shape))
+            shape = "x".join(map(str, data_set.sample_shape or ()))
             about = (
-                f"\n  good: {len(data_set.X_train):,} training and {len(data_set.X_test):,} test samples of {shape}, "
+                f"\n  good: {data_set.num_train:,} training and {data_set.num_test:,} test samples of {shape}, "
                 f"{data_set.num_classes} classes"
             )
         typer.echo(f"{each}: {place}{about}")

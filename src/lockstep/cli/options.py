@@ -15,11 +15,23 @@ Devices = Annotated[
         show_default=False,
     ),
 ]
-Data = Annotated[str, typer.Option(help="The data set: fashion-mnist, fashion-mnist-mini, or a .npz file.")]
+Data = Annotated[
+    str,
+    typer.Option(
+        help="The data set: fashion-mnist, fashion-mnist-mini, a .npz file, or package.file:function, which gives "
+        "(X, y), ((X, y), (X_test, y_test)), a map-style data set or a pair of them."
+    ),
+]
 DataDir = Annotated[
     Path | None, typer.Option(help="Folder with the data set's files, packed or not.", show_default=False)
 ]
-Model = Annotated[str, typer.Option(help="The model: lenet.")]
+Model = Annotated[
+    str,
+    typer.Option(
+        help="The model: lenet (in every framework), lenet-bn, mlp, resnet18, transformer, or "
+        "package.file:function, which makes a module."
+    ),
+]
 Epochs = Annotated[int, typer.Option(help="Passes over the data.")]
 Shards = Annotated[
     int,

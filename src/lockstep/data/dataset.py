@@ -1,39 +1,92 @@
 """A data set in memory: images or vectors, and a class number for each."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from lockstep.errors import DataError
 from lockstep.layout import Array, sha256_of
 
+Samples = Any  # an array with samples first, or a tuple, list or dict of such
+
 
 @dataclass(frozen=True)
 class Dataset:
-    """Training and test samples. Bytes stand for 0 to 255 and reach the model as 0 to 1; floats stay as they are."""
+    """Training and test samples. Bytes stand for 0 to 255 and reach the model as 0 to 1; other numbers as they are.
+
+    X and y are arrays with samples first, or tuples, lists and dicts of such arrays.
+    """
 
     name: str
-    X_train: Array
-    y_train: Array
-    X_test: Array
-    y_test: Array
+    X_train: Samples
+    y_train: Samples
+    X_test: Samples | None = None
+    y_test: Samples | None = None
 
     @property
-    def sample_shape(self) -> tuple[int, ...]:
-        """The shape of one sample: (channels, height, width) for images."""
-        return tuple(self.X_train.shape[1:])
+    def num_train(self) -> int:
+        """Training samples."""
+        return len(leaves_of(self.X_train)[0])
+
+    @property
+    def num_test(self) -> int:
+        """Test samples; there may be none."""
+        return 0 if self.X_test is None else len(leaves_of(self.X_test)[0])
+
+    @property
+    def sample_shape(self) -> tuple[int, ...] | None:
+        """The shape of one sample: (channels, height, width) for images. None where a sample has several parts."""
+        return None if isinstance(self.X_train, (tuple, list, dict)) else tuple(self.X_train.shape[1:])
 
     @property
     def sha256(self) -> str:
         """What tells this data from any other: the numbers, their types and shapes."""
-        arrays = [self.X_train, self.y_train, self.X_test, self.y_test]
+        arrays = [a for part in (self.X_train, self.y_train, self.X_test, self.y_test) for a in leaves_of(part)]
         kinds = ",".join(f"{array.dtype}{array.shape}" for array in arrays)
         return sha256_of([np.frombuffer(kinds.encode(), np.uint8), *arrays])
 
     @property
     def num_classes(self) -> int:
-        """One more than the largest label."""
-        return int(max(self.y_train.max(), self.y_test.max())) + 1
+        """One more than the largest label; 0 where the targets are not labels."""
+        return _largest(self.y_train, self.y_test) + 1
+
+    @property
+    def num_tokens(self) -> int:
+        """One more than the largest whole number in the samples; 0 where they are not whole numbers."""
+        return 0 if leaves_of(self.X_train)[0].dtype == np.uint8 else _largest(self.X_train, self.X_test) + 1
+
+
+def leaves_of(samples: Samples | None) -> list[Array]:
+    """The arrays in `samples`, in order."""
+    match samples:
+        case None:
+            return []
+        case dict():
+            return [array for part in samples.values() for array in leaves_of(part)]
+        case tuple() | list():
+            return [array for part in samples for array in leaves_of(part)]
+        case _:
+            return [samples]
+
+
+def map_leaves(samples: Samples, function: Callable[[Any], Any]) -> Any:
+    """`samples` with `function` applied to each array; tuples, lists and dicts stay what they are."""
+    match samples:
+        case dict():
+            return {name: map_leaves(part, function) for name, part in samples.items()}
+        case tuple() if hasattr(samples, "_fields"):
+            return type(samples)(*(map_leaves(part, function) for part in samples))
+        case tuple() | list():
+            return type(samples)(map_leaves(part, function) for part in samples)
+        case _:
+            return function(samples)
+
+
+def _largest(*parts: Samples | None) -> int:
+    arrays = [array for part in parts for array in leaves_of(part)]
+    return max(int(array.max()) for array in arrays) if all(array.dtype.kind in "iu" for array in arrays) else -1
 
 
 def checked_dataset(name: str, X_train: Array, y_train: Array, X_test: Array, y_test: Array) -> Dataset:

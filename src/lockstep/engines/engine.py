@@ -1,13 +1,16 @@
-"""What an engine offers to a step. Lists have one entry for each rank that this process owns."""
+"""What an engine offers to a step, and what it asks of a replica.
 
-from collections.abc import Callable
+Lists have one entry for each rank that this process owns.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
-from lockstep.backends import Backend, LossSum, Tensor
+from lockstep.backends import Backend, Tensor
 from lockstep.device import Device
 from lockstep.exchange.nodes import Node
-from lockstep.layout import Array, Layout
+from lockstep.layout import Array
 
 
 @dataclass(frozen=True)
@@ -15,16 +18,73 @@ class Batch:
     """The samples of one update, and how a rank gets some of them."""
 
     num_samples: int
-    fetch: Callable[[int, int, int], tuple[Tensor, Tensor]]  # (rank, start, stop) -> X, y on the rank's device
+    fetch: Callable[[int, int, int], tuple[Any, Any]]  # (rank, start, stop) -> X, y on the rank's device
+
+
+class Shard(NamedTuple):
+    """A shard's number in its batch, and its samples on the rank's device."""
+
+    number: int
+    num_samples: int
+    X: Any
+    y: Any
+
+
+class Leaf(NamedTuple):
+    """What a shard leaves behind."""
+
+    gradient: Tensor  # of the summed loss, one flat vector
+    loss: Tensor  # summed over the shard's samples
+    row: Any = None  # what the shard made of the model's buffers, where it has some: tensors by name
+    used: frozenset[int] = frozenset()  # numbers of the parameters that got a gradient, where the model can tell
+
+
+# All shards' tensors in shard order, from those of a rank's own shards; every rank that has shards must come.
+Meet = Callable[[str, list[Tensor]], list[Tensor]]
+
+
+class Replica(Protocol):
+    """One rank's copy of what is trained. Only that rank's thread calls it."""
+
+    def leaves(self, step: int, shards: Iterator[Shard], meet: Meet) -> Iterator[Leaf]:
+        """The leaves of the rank's own shards, in their order. `step` counts from 1."""
+        ...
+
+    def update(self, step: int, total: Tensor, batch: "Gathered") -> None:
+        """Applies the sum of all shards' gradients."""
+        ...
+
+    def measure(self, X: Any, y: Any) -> dict[str, float]:
+        """Metrics of a few samples, each summed over them."""
+        ...
+
+    def arrays(self) -> dict[str, Array]:
+        """Parameters and buffers by name, in model order."""
+        ...
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """What forward and backward leave on the local ranks: the nodes of the tree that a rank can add up alone."""
+    """What forward and backward leave on the local ranks."""
 
     ranges: tuple[range, ...]  # the shards of every rank, not only of the local ones
-    nodes: list[dict[Node, Tensor]]
+    nodes: list[dict[Node, Tensor]]  # the nodes of the tree that a rank can add up alone
     losses: list[list[float]]  # one for each shard, summed over its samples
+    rows: list[list[Any]]  # one for each shard of a model that has buffers
+    used: list[list[int]]  # numbers of the parameters that got a gradient
+
+
+class Gathered(NamedTuple):
+    """What a rank knows about the whole batch when it updates."""
+
+    shard_sizes: list[int]
+    rows: list[Any]  # of all shards, in shard order, on the rank's device
+    used: frozenset[int]  # numbers of the parameters that got a gradient in any shard
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the batch."""
+        return sum(self.shard_sizes)
 
 
 class Engine(Protocol):
@@ -37,12 +97,12 @@ class Engine(Protocol):
     def __init__(self, backend: Backend, devices: list[Device], exchange: str) -> None: ...
     def __enter__(self) -> Self: ...
     def __exit__(self, *error: object) -> None: ...
-    def each(self, phase: str, work: Callable[..., Any], *lists: list[Any]) -> list[Any]:
+    def each(self, phase: str, work: Callable[..., Any], *lists: Sequence[Any]) -> list[Any]:
         """`work(rank, device, ...)` for each local rank, all at the same time, with its entries of `lists`."""
         ...
 
-    def replicate(self, flat: Array) -> list[Tensor]:
-        """A copy of the parameters for each local rank."""
+    def replicate(self, make: Callable[[Device], Any]) -> list[Any]:
+        """`make(device)` for each local rank: its replica."""
         ...
 
     def place(self, array: Array) -> list[Tensor]:
@@ -50,20 +110,16 @@ class Engine(Protocol):
         ...
 
     def forward_backward(
-        self, loss_sum: LossSum, layout: Layout, replicas: list[Tensor], batch: Batch, shards: list[range]
+        self, replicas: Sequence[Replica], step: int, batch: Batch, shards: list[range]
     ) -> Gradients: ...
     def exchange(self, gradients: Gradients) -> list[Tensor]:
         """The sum of all shards' gradients, for each local rank."""
         ...
 
     def update(
-        self,
-        rule: Callable[[Tensor, Tensor], Tensor],
-        replicas: list[Tensor],
-        totals: list[Tensor],
-        num_samples: int,
-    ) -> list[Tensor]:
-        """New replicas: `rule(parameters, mean gradient)`. The total is divided here, once."""
+        self, replicas: Sequence[Replica], step: int, totals: list[Tensor], gradients: Gradients, shards: list[range]
+    ) -> None:
+        """Every replica applies its total."""
         ...
 
     def gather(self, values: list[Any]) -> list[Any]:

@@ -5,20 +5,33 @@ a device, on GPUs each has a stream of its own. The calling thread only hands wo
 every rank has finished it.
 """
 
-from collections.abc import Callable
+import threading
+import traceback
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from typing import Any, Self
 
 import numpy as np
 
-from lockstep.backends import Backend, LossSum, Tensor
+from lockstep.backends import Backend, Tensor
+from lockstep.data.dataset import map_leaves
 from lockstep.device import Device
-from lockstep.engines.engine import Batch, Gradients
-from lockstep.engines.rank import add_up_own_shards, cut_into_chunks, take_part, total_of, user_source_line
-from lockstep.errors import LockstepError, RankError
+from lockstep.engines.engine import Batch, Gathered, Gradients, Replica
+from lockstep.engines.meeting import Meeting
+from lockstep.engines.rank import (
+    OwnShards,
+    add_up_own_shards,
+    cut_into_chunks,
+    is_out_of_memory,
+    take_part,
+    total_of,
+    user_source_line,
+    what_would_fit,
+)
+from lockstep.errors import LockstepError, OutOfMemory, RankError
 from lockstep.exchange import schedule_for
-from lockstep.layout import Array, Layout
+from lockstep.layout import Array
 from lockstep.split.ranks import split_over_ranks
 
 
@@ -59,7 +72,7 @@ class InProcess:
         self._undo.close()
         self._workers.clear()
 
-    def each(self, phase: str, work: Callable[..., Any], *lists: list[Any]) -> list[Any]:
+    def each(self, phase: str, work: Callable[..., Any], *lists: Sequence[Any]) -> list[Any]:
         """`work(rank, device, ...)` for every rank at the same time, each on its own thread."""
 
         def run(rank: int, *entries: Any) -> Any:
@@ -71,19 +84,15 @@ class InProcess:
             w.submit(run, r, *entries) for r, (w, *entries) in enumerate(zip(self._workers, *lists, strict=True))
         ]
         wait(futures)
-        for rank, future in enumerate(futures):
-            error = future.exception()
-            if isinstance(error, LockstepError):
+        errors = [(rank, error) for rank, future in enumerate(futures) if (error := future.exception()) is not None]
+        for rank, error in sorted(errors, key=lambda found: isinstance(found[1], threading.BrokenBarrierError)):
+            if isinstance(error, LockstepError):  # who only waited for the one that failed comes last
                 raise error
-            if error is not None:
-                raise RankError(rank, self.devices[rank], phase, error, user_source_line(error))
+            raise RankError(rank, self.devices[rank], phase, error, user_source_line(error))
         return [future.result() for future in futures]
 
-    def replicate(self, flat: Array) -> list[Tensor]:
-        def copy(rank: int, device: Device) -> Tensor:
-            return self.backend.copy_to(self.backend.from_numpy(flat, device), device)
-
-        return self.each("replicate", copy)
+    def replicate(self, make: Callable[[Device], Any]) -> list[Any]:
+        return self.each("replicate", lambda rank, device: make(device))
 
     def place(self, array: Array) -> list[Tensor]:
         probe = np.zeros(1, np.float32)  # logical devices may share one memory: see where a tensor for each ends up
@@ -94,16 +103,28 @@ class InProcess:
         )
         return [placed[rank] for rank in first]
 
-    def forward_backward(
-        self, loss_sum: LossSum, layout: Layout, replicas: list[Tensor], batch: Batch, shards: list[range]
-    ) -> Gradients:
+    def forward_backward(self, replicas: Sequence[Replica], step: int, batch: Batch, shards: list[range]) -> Gradients:
         ranges = tuple(self.assign(len(shards), self.num_ranks))
+        busy = [rank for rank in self.local_ranks if ranges[rank]]
+        meeting = Meeting(self.backend, len(busy))
 
-        def work(rank: int, device: Device, flat: Tensor) -> Any:
-            return add_up_own_shards(self.backend, loss_sum, layout, flat, batch, rank, shards, own=ranges[rank])
+        def work(rank: int, device: Device, replica: Replica) -> OwnShards:
+            def meet(what: str, own: list[Tensor]) -> list[Tensor]:
+                return meeting.meet(busy.index(rank), device, what, own)
 
-        results = self.each("forward and backward", work, replicas)
-        return Gradients(ranges, [nodes for nodes, _ in results], [losses for _, losses in results])
+            try:
+                return add_up_own_shards(self.backend, replica, step, batch, rank, shards, ranges[rank], meet)
+            except BaseException as problem:
+                meeting.cancel()
+                if not is_out_of_memory(problem):
+                    raise
+                where, said = user_source_line(problem), str(problem)
+                traceback.clear_frames(problem.__traceback__)  # they hold what was computed so far
+            size = len(shards[ranges[rank].start])
+            advice = what_would_fit(replica, step, batch, rank, size, meet)
+            raise OutOfMemory(rank, device, size, advice, said, where)
+
+        return Gradients(ranges, *map(list, zip(*self.each("forward and backward", work, replicas), strict=True)))
 
     def exchange(self, gradients: Gradients) -> list[Tensor]:
         schedule = schedule_for(self.exchange_name, gradients.ranges)
@@ -114,16 +135,19 @@ class InProcess:
         return self.each("exchange", lambda rank, device, own: total_of(self.backend, own, schedule), held)
 
     def update(
-        self,
-        rule: Callable[[Tensor, Tensor], Tensor],
-        replicas: list[Tensor],
-        totals: list[Tensor],
-        num_samples: int,
-    ) -> list[Tensor]:
-        def apply(rank: int, device: Device, flat: Tensor, total: Tensor) -> Tensor:
-            return rule(flat, total / num_samples)
+        self, replicas: Sequence[Replica], step: int, totals: list[Tensor], gradients: Gradients, shards: list[range]
+    ) -> None:
+        used = frozenset().union(*gradients.used)
 
-        return self.each("update", apply, replicas, totals)
+        def apply(rank: int, device: Device, replica: Replica, total: Tensor) -> None:
+            rows = [
+                map_leaves(row, lambda tensor: self.backend.copy_to(tensor, device))
+                for of_rank in gradients.rows
+                for row in of_rank
+            ]
+            replica.update(step, total, Gathered([len(shard) for shard in shards], rows, used))
+
+        self.each("update", apply, replicas, totals)
 
     def gather(self, values: list[Any]) -> list[Any]:
         return values

@@ -1,41 +1,84 @@
 """What one rank does in each phase of a step; every engine runs the same functions."""
 
 import sysconfig
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from lockstep.backends import Backend, LossSum, Tensor
+from lockstep.backends import Backend, Tensor
 from lockstep.device import Device
-from lockstep.engines.engine import Batch
+from lockstep.engines.engine import Batch, Leaf, Meet, Replica, Shard
 from lockstep.exchange.nodes import Node, maximal_nodes, sum_of
 from lockstep.exchange.schedule import Round, Schedule
-from lockstep.layout import Layout
 from lockstep.split.batch import part_ranges
 
 NOT_THE_USERS = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]), "<")
+
+
+class OwnShards(NamedTuple):
+    """What forward and backward leave on one rank."""
+
+    nodes: dict[Node, Tensor]
+    losses: list[float]
+    rows: list[Any]
+    used: list[int]
+
+
 Held = dict[tuple[int, Node], Tensor]  # (chunk, node) -> that part of the vector, on the rank's device
 
 
 def add_up_own_shards(
-    backend: Backend,
-    loss_sum: LossSum,
-    layout: Layout,
-    flat: Tensor,
-    batch: Batch,
-    rank: int,
-    shards: list[range],
-    own: range,
-) -> tuple[dict[Node, Tensor], list[float]]:
-    """The rank's nodes and its shards' losses. Shards are computed one by one and added as soon as they can be."""
-    losses: list[Tensor] = []
+    backend: Backend, replica: Replica, step: int, batch: Batch, rank: int, shards: list[range], own: range, meet: Meet
+) -> OwnShards:
+    """The rank's nodes, and what else its shards leave. Leaves are added as soon as they can be."""
+    done: list[Leaf] = []
 
-    def leaf(number: int) -> Tensor:
-        X, y = batch.fetch(rank, shards[number].start, shards[number].stop)
-        loss, gradient = backend.value_and_grad(loss_sum, layout, flat, X, y)
-        losses.append(loss)
+    def fetched() -> Iterator[Shard]:
+        for number in own:
+            X, y = batch.fetch(rank, shards[number].start, shards[number].stop)
+            yield Shard(number, len(shards[number]), X, y)
+
+    leaves = replica.leaves(step, fetched(), meet)
+
+    def leaf(number: int) -> Tensor:  # asked for in the order of `own`
+        gradient, *rest = next(leaves)
+        done.append(Leaf(None, *rest))
         return gradient
 
     nodes = {node: sum_of(node, leaf, backend.add) for node in maximal_nodes(own, len(shards))}
-    return nodes, [float(loss) for loss in losses]
+    return OwnShards(
+        nodes,
+        [float(leaf.loss) for leaf in done],
+        [leaf.row for leaf in done if leaf.row is not None],
+        sorted(frozenset().union(*(leaf.used for leaf in done))),
+    )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out: frameworks say so in different ways."""
+    said = f"{type(error).__name__} {error}".lower()
+    return isinstance(error, MemoryError) or any(
+        words in said for words in ("outofmemory", "out of memory", "can't allocate memory", "resource_exhausted")
+    )
+
+
+def what_would_fit(replica: Replica, step: int, batch: Batch, rank: int, num_samples: int, meet: Meet) -> str:
+    """What to do when a shard of `num_samples` does not fit into the device's memory: found by trying smaller ones."""
+    num_shards = -(-batch.num_samples // num_samples)
+    while num_samples > 1:
+        num_samples = -(-num_samples // 2)
+        try:
+            X, y = batch.fetch(rank, 0, num_samples)
+            next(replica.leaves(step, iter([Shard(0, num_samples, X, y)]), meet))
+        except Exception as problem:
+            traceback.clear_frames(problem.__traceback__)  # they hold what was computed so far
+            if not is_out_of_memory(problem):  # it cannot be tried: say where to go
+                return f"More shards need less of it: try --shards {2 * num_shards}"
+        else:
+            fits = -(-batch.num_samples // num_samples)
+            return f"A shard of {num_samples} does: use --shards {fits} (another run, with other bits)"
+    return "Not even one sample does: use a smaller model, smaller samples, or a device with more memory"
 
 
 def cut_into_chunks(backend: Backend, nodes: dict[Node, Tensor], size: int, schedule: Schedule) -> Held:

@@ -23,11 +23,20 @@ class Model:
 
     def check(self, data: Dataset) -> None:
         """Refuses a data set that the model cannot take."""
+        if data.sample_shape is None:
+            raise ConfigError(f"{self.name} takes one array of samples, and those of {data.name} have several parts.")
         if data.sample_shape != self.sample_shape:
             raise ConfigError(
                 f"{self.name} takes samples of shape {_times(self.sample_shape)}, and those of {data.name} have "
                 f"{_times(data.sample_shape)}. Resize the data, or use another model."
             )
+        for y in (data.y_train, data.y_test):
+            if y is not None and (
+                isinstance(y, (tuple, list, dict)) or y.ndim != 1 or y.dtype.kind != "i" or y.min() < 0
+            ):
+                raise ConfigError(
+                    f"{self.name} needs one label for each sample of {data.name}: whole numbers from 0 on."
+                )
         if data.num_classes > self.num_classes:
             raise ConfigError(
                 f"{self.name} tells {self.num_classes} classes apart, and {data.name} has labels up to "

@@ -4,7 +4,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -58,6 +58,11 @@ class Console:
                 _end(self._progress)
             case RunDone(result):
                 _end(self._progress)
+                if result.peak_memory:
+                    peaks = ", ".join(
+                        f"{device} {_size(num_bytes)}" for device, num_bytes in result.peak_memory.items()
+                    )
+                    self.note(f"peak memory: {peaks}{' (the whole process)' if 'cpu' in result.peak_memory else ''}")
                 if result.run is not None:
                     self.note(f"recorded in {result.run} (curve.png, weights.safetensors, ...)")
 
@@ -68,13 +73,16 @@ class Console:
     def _run_started(self, event: RunStarted) -> None:
         self._started = event
         config = event.config
+        test = f" and {event.num_test_samples:,} test" if event.num_test_samples else ""
         self.note(
             f"{config['model']} ({event.num_parameters:,} parameters) on {config['data']} "
-            f"({event.num_train_samples:,} training and {event.num_test_samples:,} test samples)\n"
-            f"batch {config['batch_size']} in {config['num_shards']} shards, lr {config['learning_rate']:g}, "
+            f"({event.num_train_samples:,} training{test} samples)\n"
+            f"batch {config['batch_size']} in {config['num_shards']} shards, {_how(config)}"
             f"exchange {config['exchange']}, {config['backend']} {event.backend_version} on {_kind_of(event.devices)} "
             f"[{', '.join(event.devices)}]"
         )
+        for note in event.notes:
+            self.note(note)
         if not event.keeps_bits:
             self.note(f"The exchange {config['exchange']} adds in an order of its own: the bits depend on the devices.")
         if config["num_shards"] > config["batch_size"]:
@@ -110,7 +118,7 @@ class Console:
         epochs = self._started.config["num_epochs"]
         self.note(
             f"epoch {event.epoch:>{len(str(epochs))}}/{epochs}  loss {event.train_loss:.4f}  "
-            f"test acc {event.test_accuracy:.4f}  {event.seconds:.1f} s"
+            f"{_metrics(event)}{event.seconds:.1f} s"
         )
         self._start_epoch()
 
@@ -142,6 +150,35 @@ class FetchProgress:
             else:
                 self.out.print(f"fetching {what}", markup=False)
         self.bar.update(self._tasks[what], completed=num_bytes, total=total)  # type: ignore[arg-type]
+
+
+def _how(config: dict[str, Any]) -> str:
+    """The optimizer and what goes with it; for the text's, only its learning rate."""
+    rate = config.get("learning_rate")
+    parts = [config["optimizer"]] if config.get("optimizer", "sgd") != "sgd" else []
+    parts += [f"lr {rate:g}"] if rate is not None else []
+    for name in ("momentum", "weight_decay", "clip_norm"):
+        parts += [f"{name.replace('_', ' ')} {config[name]:g}"] if config.get(name) else []
+    parts += [f"warm-up {config['warmup']}"] if config.get("warmup") else []
+    for name, usual in (("schedule", "constant"), ("batch_norm", "shard"), ("precision", "fp32")):
+        value = config.get(name, usual)
+        parts += [f"batch norm {value}" if name == "batch_norm" else value] if value != usual else []
+    return "".join(f"{part}, " for part in parts)
+
+
+def _metrics(event: EpochDone) -> str:
+    named = {} if event.test_accuracy is None else {"acc": f"{event.test_accuracy:.4f}"}
+    named |= {name: f"{value:.4g}" for name, value in event.metrics.items() if name != "accuracy"}
+    return "".join(f"test {name} {value}  " for name, value in named.items())
+
+
+def _size(num_bytes: int) -> str:
+    """Bytes for people: 1.3 GB.
+
+    >>> _size(1_300_000_000), _size(420_000_000)
+    ('1.3 GB', '420 MB')
+    """
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
 
 
 def _kind_of(devices: list[str]) -> str:

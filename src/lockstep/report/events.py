@@ -12,7 +12,7 @@ class RunStarted:
     """Everything was checked and is in place; the first step is next."""
 
     config: dict[str, Any]
-    data_sha256: str
+    data_sha256: str | None  # None where the samples are not in memory
     backend_version: str
     devices: list[str]
     num_train_samples: int
@@ -20,6 +20,7 @@ class RunStarted:
     num_parameters: int
     steps_per_epoch: int
     keeps_bits: bool  # whether the exchange adds in the tree's order
+    notes: list[str] = field(default_factory=list)  # what the user should know before it starts
 
 
 @dataclass(frozen=True)
@@ -33,19 +34,20 @@ class StepDone:
 
 @dataclass(frozen=True)
 class EpochDone:
-    """One pass over the data, and the test accuracy after it. `epoch` counts from 1."""
+    """One pass over the data, and the metrics of the test samples after it. `epoch` counts from 1."""
 
     epoch: int
     seconds: float  # training only, without the evaluation, as the text's timer measures
     train_loss: float  # mean over the samples, as they were when their batch came
-    test_accuracy: float
+    test_accuracy: float | None  # None without test samples, or where accuracy means nothing
+    metrics: dict[str, float] = field(default_factory=dict)  # of the test samples: means over them
 
 
 @dataclass(frozen=True)
 class Result:
     """The result of a run."""
 
-    test_accuracy: float
+    test_accuracy: float | None  # None without test samples, or where accuracy means nothing
     seconds_per_epoch: float  # training only
     samples_per_second: float
     backend: str
@@ -54,23 +56,35 @@ class Result:
     steps: int
     first_loss: float  # mean over the first batch, before any update: the same in every framework, but for rounding
     weights_sha256: str
-    history: list[EpochDone]  # epoch, seconds, train_loss, test_accuracy of each epoch
+    history: list[EpochDone]  # epoch, seconds, train_loss, test_accuracy, metrics of each epoch
     run: Path | None  # the run's folder, where one was asked for
     params: dict[str, Array] = field(repr=False)  # the trained parameters by name, in model order
+    metrics: dict[str, float] = field(default_factory=dict)  # of the test samples, after the last epoch
+    peak_memory: dict[str, int] = field(default_factory=dict)  # bytes, by device; logical CPU devices share one
+    buffers_sha256: str | None = None  # of what a model keeps beside its parameters, like running statistics
+    buffers: dict[str, Array] = field(default_factory=dict, repr=False)
+    module: Any = field(default=None, repr=False)  # the trained module, where the model is one
 
     def summary(self) -> dict[str, Any]:
-        """The result as plain values, without the parameters."""
-        plain = asdict(replace(self, params={}))  # asdict copies what it finds: not the weights
-        del plain["params"]
-        return plain
+        """The result as plain values, without the weights."""
+        plain = asdict(
+            replace(self, params={}, buffers={}, module=None)
+        )  # asdict copies what it finds: not the weights
+        return {name: value for name, value in plain.items() if name not in ("params", "buffers", "module")}
 
     def lines(self) -> str:
         """The two lines that a run ends with, in the text's own form."""
-        devices = ", ".join(self.devices)
         return (
-            f"test acc: {self.test_accuracy:.2f}, {self.seconds_per_epoch:.1f} sec/epoch on [{devices}]\n"
+            f"{self._what()}, {self.seconds_per_epoch:.1f} sec/epoch on [{', '.join(self.devices)}]\n"
             f"weights sha256: {self.weights_sha256}"
         )
+
+    def _what(self) -> str:
+        if self.test_accuracy is not None:
+            return f"test acc: {self.test_accuracy:.2f}"
+        if self.metrics:
+            return ", ".join(f"test {name}: {value:.4g}" for name, value in self.metrics.items())
+        return f"train loss: {self.history[-1].train_loss:.4g}"
 
 
 @dataclass(frozen=True)
@@ -88,7 +102,9 @@ class RunStopped:
     step: int
     reason: str
     history: list[EpochDone]  # the epochs that were finished
-    params: dict[str, Array] = field(repr=False)  # the parameters after the last of them; none before the first
+    weights: dict[str, Array] = field(
+        repr=False
+    )  # parameters and buffers after the last of them; none before the first
 
 
 Event = RunStarted | StepDone | EpochDone | RunDone | RunStopped

@@ -43,12 +43,12 @@ class RunLog:
                 case EpochDone():
                     self._line("epoch", asdict(event))
                 case RunDone(result):
-                    self._keep(result.history, result.params)
+                    self._keep(result.history, {**result.params, **result.buffers})
                     fields = result.summary()
                     self._text("result.json", to_json(fields, indent=2))
                     self._line("done", {name: value for name, value in fields.items() if name != "history"})
                 case RunStopped():
-                    self._keep(event.history, event.params)
+                    self._keep(event.history, event.weights)
                     self._line("stopped", {"epoch": event.epoch, "step": event.step, "reason": event.reason})
         except OSError as problem:
             raise RunError(
@@ -65,11 +65,11 @@ class RunLog:
         except OSError as problem:
             raise ConfigError(f"{self.folder} cannot be made: {problem.strerror}. Choose another --out.") from problem
 
-    def _keep(self, history: list[EpochDone], params: dict[str, Array]) -> None:
+    def _keep(self, history: list[EpochDone], weights: dict[str, Array]) -> None:
         from lockstep.report.plots import draw_curve  # matplotlib takes half a second to load: at the end, not before
 
         if history:
-            write_whole(self.folder / "weights.safetensors", lambda path: path.write_bytes(save(params)))
+            write_whole(self.folder / "weights.safetensors", lambda path: path.write_bytes(save(weights)))
             write_whole(self.folder / "curve.png", lambda path: draw_curve(history, path))
 
     def _text(self, name: str, content: str) -> None:

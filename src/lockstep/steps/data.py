@@ -1,24 +1,17 @@
-"""The step that splits the data: replicate, split the batch, gradients on each device, all-reduce, update."""
+"""The step that splits the data. START HERE: split the batch, gradients on each device, all-reduce, update."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
-from lockstep.backends import LossSum, Tensor
-from lockstep.engines import Batch, Engine
-from lockstep.layout import Layout
+from lockstep.engines import Batch, Engine, Replica
 from lockstep.split.batch import split_into_shards
 
 
 def train_step(
-    engine: Engine,
-    loss_sum: LossSum,
-    layout: Layout,
-    replicas: list[Tensor],
-    batch: Batch,
-    num_shards: int,
-    rule: Callable[[Tensor, Tensor], Tensor],
-) -> tuple[list[Tensor], list[list[float]]]:
-    """Every replica after one update on the whole of `batch`, the same bits for any number of ranks; and the losses."""
+    engine: Engine, replicas: Sequence[Replica], step: int, batch: Batch, num_shards: int
+) -> list[list[float]]:
+    """Updates every replica on the whole of `batch`, with the same bits for any number of ranks; gives the losses."""
     shards = split_into_shards(batch.num_samples, num_shards)
-    gradients = engine.forward_backward(loss_sum, layout, replicas, batch, shards)
+    gradients = engine.forward_backward(replicas, step, batch, shards)
     totals = engine.exchange(gradients)
-    return engine.update(rule, replicas, totals, batch.num_samples), gradients.losses
+    engine.update(replicas, step, totals, gradients, shards)
+    return gradients.losses

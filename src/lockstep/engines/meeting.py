@@ -1,0 +1,38 @@
+"""Where the ranks of one process meet in mid-phase: each brings its shards' tensors and leaves with everybody's."""
+
+import threading
+
+from lockstep.backends import Backend, Tensor
+from lockstep.device import Device
+from lockstep.errors import RunError
+
+
+class Meeting:
+    """A meeting place for the ranks that have shards. A rank that fails must `cancel` it: the others would wait."""
+
+    def __init__(self, backend: Backend, num_ranks: int) -> None:
+        self._backend = backend
+        self._barrier = threading.Barrier(num_ranks)
+        self._brought: dict[tuple[int, int], tuple[str, list[Tensor]]] = {}  # (round, rank)
+        self._num_rounds = [0] * num_ranks
+
+    def meet(self, place: int, device: Device, what: str, own: list[Tensor]) -> list[Tensor]:
+        """All shards' tensors in shard order, on `device`. `what` must be the same for all ranks."""
+        number = self._num_rounds[place]
+        self._num_rounds[place] += 1
+        self._brought[number, place] = what, own
+        self._backend.synchronize(device)  # whoever copies must find them finished
+        self._barrier.wait()
+        met = [self._brought[number, other] for other in range(len(self._num_rounds))]
+        self._brought.pop((number - 1, place), None)  # by now everybody has copied the round before
+        for other, _ in met:
+            if other != what:
+                raise RunError(
+                    f"Shards of one batch take different ways through the model: one is at {what}, another at {other}. "
+                    f"Statistics of the whole batch need all of them at the same place."
+                )
+        return [self._backend.copy_to(tensor, device) for _, brought in met for tensor in brought]
+
+    def cancel(self) -> None:
+        """Sends everybody home who waits, now or later."""
+        self._barrier.abort()

@@ -1,0 +1,176 @@
+"""Samples that are loaded one by one: a map-style data set, read by worker processes ahead of the step that needs them.
+
+What a worker loads is a shard. The order of samples is the run's, and random numbers that `__getitem__` draws (from
+Python, numpy or PyTorch) are keyed by (seed, epoch, sample): neither the devices nor the workers change a bit.
+"""
+
+import random
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset, default_collate
+
+from lockstep.backends.torch import place_of
+from lockstep.data.dataset import map_leaves
+from lockstep.data.order import keyed_random
+from lockstep.device import Device
+from lockstep.engines import Batch
+from lockstep.engines.rank import user_source_line
+from lockstep.errors import DataError, RunError
+from lockstep.layout import Array
+from lockstep.samples import Cut
+
+AUGMENTATION = 2  # the last part of a key says what the random numbers are for
+PREFETCH = 4  # shards that a worker loads ahead
+
+
+class Wanted(NamedTuple):
+    """A shard to load."""
+
+    epoch: int
+    samples: list[int]
+
+
+class Failed(NamedTuple):
+    """What went wrong with a sample; an exception would lose the user's line on its way between processes."""
+
+    sample: int
+    said: str
+    where: str
+
+
+def check_map_style(data: Any, what: str) -> None:
+    """Refuses what is not a map-style data set of pairs."""
+    if isinstance(data, IterableDataset):
+        raise DataError(
+            f"The {what} data is iterable-style: its samples come in an order of their own and have no number, so they "
+            f"cannot be shuffled by (seed, epoch), given to any device, or found again after a crash. Use a map-style "
+            f"data set, with __len__ and __getitem__."
+        )
+    for method in ("__len__", "__getitem__"):
+        if not hasattr(data, method):
+            raise DataError(
+                f"The {what} data is a {type(data).__name__} without {method}. Give a name, (X, y), ((X, y), (X_test, "
+                f"y_test)), or a data set with __len__ and __getitem__."
+            )
+    if len(data) < 1:
+        raise DataError(f"The {what} data is empty: its length is {len(data)}.")
+
+
+def as_arrays(data: Any) -> Any:
+    """The (X, y) behind a data set that only holds tensors: no need to load them one by one."""
+    return data.tensors if type(data) is TensorDataset and len(data.tensors) == 2 else None
+
+
+class Loader:
+    """Batches of a map-style data set."""
+
+    in_memory = False
+
+    def __init__(self, data: Any, what: str, devices: list[Device], seed: int, num_workers: int) -> None:
+        self._data, self._what, self._devices, self._seed = data, what, devices, seed
+        self.num_samples = len(data)
+        self._wanted = WantedShards()
+        self._loader = DataLoader(
+            Shards(data, seed),
+            sampler=self._wanted,
+            batch_size=None,  # a shard is one item
+            num_workers=num_workers,
+            prefetch_factor=PREFETCH if num_workers else None,
+            persistent_workers=num_workers > 0,
+            generator=torch.Generator(),  # not the process's own: it draws a seed for the workers
+            pin_memory=False,
+        )
+
+    def batches(self, order: Array, batch_size: int, cut: Cut, epoch: int) -> Iterator[Batch]:
+        numbers = order.tolist()
+        parts = [numbers[first : first + batch_size] for first in range(0, len(numbers), batch_size)]
+        self._wanted.shards = [
+            Wanted(epoch, part[shard.start : shard.stop]) for part in parts for shard in cut(len(part))
+        ]
+        loaded = iter(self._loader)
+        for part in parts:
+            shards = {shard.start: self._checked(next(loaded)) for shard in cut(len(part))}
+
+            def fetch(rank: int, start: int, stop: int, shards: dict[int, Any] = shards) -> tuple[Any, Any]:
+                place = place_of(self._devices[rank])
+                X, y = map_leaves(shards[start], lambda tensor: tensor[: stop - start].to(place, copy=True))
+                return X, y
+
+            yield Batch(len(part), fetch)
+
+    def _checked(self, shard: Any) -> Any:
+        if isinstance(shard, Failed):
+            at = f" (at {shard.where})" if shard.where else ""
+            raise RunError(f"Sample {shard.sample} of the {self._what} data cannot be loaded: {shard.said}{at}")
+        return shard
+
+    def close(self) -> None:
+        """Ends the worker processes."""
+        iterator = self._loader._iterator
+        if iterator is not None and hasattr(iterator, "_shutdown_workers"):
+            iterator._shutdown_workers()
+        self._loader._iterator = None
+
+
+class WantedShards(Sampler[Wanted]):
+    """The shards of an epoch, in the order in which they are needed."""
+
+    def __init__(self) -> None:
+        self.shards: list[Wanted] = []
+
+    def __iter__(self) -> Iterator[Wanted]:
+        return iter(self.shards)
+
+    def __len__(self) -> int:
+        return len(self.shards)
+
+
+class Shards:
+    """A data set of shards: what `DataLoader` sees."""
+
+    def __init__(self, data: Any, seed: int) -> None:
+        self._data, self._seed = data, seed
+
+    def __getitem__(self, wanted: Wanted) -> Any:
+        samples = []
+        for number in wanted.samples:
+            with random_numbers_of(self._seed, wanted.epoch, number):
+                try:
+                    samples.append(self._pair(number))
+                except Exception as problem:
+                    return Failed(number, _sentence(problem), user_source_line(problem))
+        try:
+            return default_collate(samples)
+        except Exception as problem:
+            return Failed(wanted.samples[0], f"it does not go together with others: {_sentence(problem)}", "")
+
+    def _pair(self, number: int) -> Any:
+        sample = self._data[number]
+        if not isinstance(sample, (tuple, list)) or len(sample) != 2:
+            raise TypeError(f"it is a {type(sample).__name__}, and must be a pair: what the model gets, and the target")
+        return tuple(sample)
+
+
+@contextmanager
+def random_numbers_of(*key: int) -> Iterator[None]:
+    """Python's, numpy's and PyTorch's random numbers depend on the key; afterwards they are as they were."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    keyed = keyed_random(*key, AUGMENTATION)
+    random.seed(int(keyed.randint(0, 2**31)))
+    np.random.seed(keyed.randint(0, 2**31))
+    torch.default_generator.manual_seed(int(keyed.randint(0, 2**31)))
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
+
+
+def _sentence(problem: BaseException) -> str:
+    return "".join(traceback.format_exception_only(problem)).strip().splitlines()[-1]

@@ -1,0 +1,78 @@
+"""Losses and metrics: one number for each sample. Whoever calls them adds up; nothing is averaged over samples here."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from lockstep.errors import ConfigError, RunError
+
+PerSample = Callable[[Any, Any], Tensor]  # (what the model gave, targets) -> one number for each sample
+
+
+def cross_entropy(scores: Any, y: Tensor) -> Tensor:
+    """Scores are (samples, classes), or (samples, classes, positions, ...) as PyTorch has it; a mean over positions."""
+    return _over_positions(F.cross_entropy(first(scores), y, reduction="none"))
+
+
+def mse(predicted: Any, y: Tensor) -> Tensor:
+    """The squared difference, as a mean over the numbers of a sample."""
+    return _over_positions(F.mse_loss(_like(first(predicted), y), y, reduction="none"))
+
+
+def l1(predicted: Any, y: Tensor) -> Tensor:
+    """The absolute difference, as a mean over the numbers of a sample."""
+    return _over_positions(F.l1_loss(_like(first(predicted), y), y, reduction="none"))
+
+
+def bce(scores: Any, y: Tensor) -> Tensor:
+    """Cross-entropy of yes and no, from scores before the sigmoid, as a mean over the numbers of a sample."""
+    y = y.float()
+    return _over_positions(F.binary_cross_entropy_with_logits(_like(first(scores), y), y, reduction="none"))
+
+
+def accuracy(scores: Any, y: Tensor) -> Tensor:
+    """1 where the highest score is that of the label, else 0; a mean over positions."""
+    return _over_positions((first(scores).argmax(dim=1) == y).double())
+
+
+LOSSES: dict[str, PerSample] = {"cross_entropy": cross_entropy, "mse": mse, "l1": l1, "bce": bce}
+METRICS: dict[str, PerSample] = {"accuracy": accuracy, **LOSSES}
+
+
+def first(output: Any) -> Tensor:
+    """The scores of a model that gives several things: by convention the first of them."""
+    while isinstance(output, (tuple, list)) and output:
+        output = output[0]
+    if not isinstance(output, Tensor):
+        raise ConfigError(
+            f"The model gives a {type(output).__name__}, and a named loss needs a tensor, or a tuple that begins with "
+            f"one. Give a loss of your own: loss=lambda output, y: ..., one number for each sample."
+        )
+    return output
+
+
+def summed(per_sample: PerSample, what: str, output: Any, y: Any, num_samples: int) -> Tensor:
+    """The sum over the samples, once there was found to be one number for each."""
+    values = per_sample(output, y)
+    if not isinstance(values, Tensor) or values.shape != (num_samples,):
+        got = f"a tensor of shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
+        hint = ""
+        if isinstance(values, Tensor) and values.ndim == 0:
+            hint = " It seems to be averaged already: use reduction='none'."
+        elif isinstance(values, Tensor) and values.ndim > 1:
+            hint = " Average over what is not a sample: .flatten(1).mean(1)."
+        raise RunError(
+            f"The {what} gave {got} for {num_samples} samples. It must give one number for each sample.{hint}"
+        )
+    return values.sum()
+
+
+def _over_positions(values: Tensor) -> Tensor:
+    return values.flatten(1).mean(dim=1) if values.ndim > 1 else values
+
+
+def _like(predicted: Tensor, y: Tensor) -> Tensor:
+    """(samples, 1) against (samples,) would be compared each with each: a well-known trap."""
+    return predicted.squeeze(1) if predicted.ndim == y.ndim + 1 and predicted.shape[1:] == (1,) else predicted

@@ -1,0 +1,51 @@
+"""Optimizers: PyTorch's own, by name or from a function of the parameters."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.config import RunConfig
+from lockstep.errors import ConfigError
+from lockstep.registry import pick
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter], RunConfig], torch.optim.Optimizer]] = {
+    "sgd": lambda params, config: torch.optim.SGD(
+        params, config.learning_rate, momentum=config.momentum, weight_decay=config.weight_decay
+    ),
+    "adam": lambda params, config: torch.optim.Adam(params, config.learning_rate, weight_decay=config.weight_decay),
+    "adamw": lambda params, config: torch.optim.AdamW(params, config.learning_rate, weight_decay=config.weight_decay),
+}
+
+
+def optimizer_maker(config: RunConfig, given: Any) -> MakeOptimizer:
+    """A function of a replica's trainable parameters that makes its optimizer."""
+    if given is None:
+        named = pick(OPTIMIZERS, config.optimizer, "optimizer (or package.file:function)")
+        return lambda params: named(params, config)
+    if isinstance(given, torch.optim.Optimizer):
+        kind = type(given).__name__
+        raise ConfigError(
+            f"The optimizer is a {kind} that belongs to your module, and every device has a replica of its own. Give a "
+            f"function that makes one: optimizer=lambda params: torch.optim.{kind}(params, ...)."
+        )
+    if not callable(given):
+        raise ConfigError(f"The optimizer is a {type(given).__name__}. Give a name, or a function of the parameters.")
+
+    def make(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = given(params)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(
+                f"The function for the optimizer gave a {type(optimizer).__name__}. It must give a "
+                f"torch.optim.Optimizer."
+            )
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ConfigError(
+                "LBFGS computes the model again within a step, which shards cannot do. Use another optimizer."
+            )
+        return optimizer
+
+    return make

@@ -1,0 +1,244 @@
+"""Batch norm over the whole batch (`--batch-norm sync`), with shards still computed one by one.
+
+All shards of a rank go through the model together, layer by layer: each has a thread, and only one of them works at a
+time. At a norm layer they wait for each other; the ranks exchange sums, merged in shard order, and go on. Backward goes
+the same way: the graph is cut at every norm layer, and its parts are gone through from the last to the first, so that
+nobody has to wait inside PyTorch's own backward threads.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.engines import Leaf, Meet, Shard
+from lockstep.errors import RunError
+from lockstep.modules.random import NoDraws
+
+BatchNorm = nn.modules.batchnorm._BatchNorm
+
+
+@dataclass
+class Cut:
+    """Where one shard's graph is cut: `x` goes into a norm layer, `normed` comes out of it with a graph of its own."""
+
+    name: str
+    norm: nn.Module
+    x: Tensor
+    normed: Tensor = field(init=False)
+    scale: Tensor = field(init=False)  # 1 / standard deviation, of each channel
+    count: float = field(init=False)  # numbers that each channel's statistics are made of
+
+
+class Walk:
+    """A shard's way through the model, on a thread of its own that works only while `go_on` waits for it."""
+
+    def __init__(self, shard: Shard, forward: Callable[[Shard], Tensor], enter: Callable[[], None]) -> None:
+        self.shard, self.cuts, self.at_norm = shard, [], False
+        self.loss: Tensor | None = None
+        self.error: BaseException | None = None
+        self._turn, self._parked = threading.Semaphore(0), threading.Semaphore(0)
+        self._is_over = False
+        self._thread = threading.Thread(target=self._run, args=(forward, enter), daemon=True)
+        self._thread.start()
+
+    cuts: list[Cut]
+
+    def _run(self, forward: Callable[[Shard], Tensor], enter: Callable[[], None]) -> None:
+        self._turn.acquire()
+        try:
+            if not self._is_over:
+                enter()
+                HERE.walk = self
+                self.loss = forward(self.shard)
+        except BaseException as problem:
+            self.error = problem
+        self._parked.release()
+
+    def go_on(self) -> None:
+        """Lets the shard work until it is at a norm layer, or through the model."""
+        self.at_norm = False
+        self._turn.release()
+        self._parked.acquire()
+        if self.error is not None:
+            raise self.error
+
+    def wait_at(self, cut: Cut) -> Tensor:
+        """Called on the shard's thread: parks it at a norm layer, and gives what came out of it."""
+        self.cuts.append(cut)
+        self.at_norm = True
+        self._parked.release()
+        self._turn.acquire()
+        if self._is_over:
+            raise SystemExit  # another shard failed
+        return cut.normed
+
+    def end(self) -> None:
+        """Ends the thread, wherever it is."""
+        self._is_over = True
+        self._turn.release()
+        self._thread.join()
+
+
+HERE = threading.local()  # .walk: the shard that the calling thread works on
+
+
+class SyncNorms:
+    """Computes the leaves of a replica whose norm layers use the whole batch."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        params: list[nn.Parameter],
+        forward: Callable[[int, Shard], Tensor],
+        leaf: Callable[[Tensor, list[Tensor | None]], Leaf],
+        start_thread: Callable[[], None],
+    ) -> None:
+        self._params, self._forward, self._leaf, self._start_thread = params, forward, leaf, start_thread
+        for name, norm in module.named_modules():
+            if isinstance(norm, BatchNorm):
+                norm.forward = partial(_forward, norm, name, norm.forward)
+
+    def leaves(self, step: int, shards: list[Shard], meet: Meet) -> Iterator[Leaf]:
+        """The leaves of the rank's own shards, in their order."""
+        walks = [Walk(shard, partial(self._forward, step), self._start_thread) for shard in shards]
+        try:
+            self._walk_forward(walks, meet)
+        finally:
+            for walk in walks:
+                walk.end()
+        with NoDraws():
+            gradients = self._walk_back(walks, meet)
+        for walk, of_shard in zip(walks, gradients, strict=True):
+            assert walk.loss is not None
+            yield self._leaf(walk.loss, of_shard)
+
+    def _walk_forward(self, walks: list[Walk], meet: Meet) -> None:
+        while True:
+            for walk in walks:
+                walk.go_on()
+            places = {walk.cuts[-1].name if walk.at_norm else "the end" for walk in walks}
+            if len(places) > 1:
+                raise RunError(
+                    f"Shards of one batch take different ways through the model: one is at "
+                    f"{', another at '.join(sorted(places))}. Batch norm over the whole batch needs all of them at the "
+                    f"same layer: use --batch-norm shard."
+                )
+            (place,) = places
+            if not walks[0].at_norm:
+                meet(place, [])
+                return
+            cuts = [walk.cuts[-1] for walk in walks]
+            with torch.no_grad():
+                _normalize(cuts, meet(place, [_sums(cut.x) for cut in cuts]))
+
+    def _walk_back(self, walks: list[Walk], meet: Meet) -> list[list[Tensor | None]]:
+        backs = [Back(walk.cuts, self._params) for walk in walks]
+        for walk, back in zip(walks, backs, strict=True):
+            assert walk.loss is not None
+            back.through(walk.loss, None, len(walk.cuts))
+        for number in reversed(range(len(walks[0].cuts))):
+            cuts = [walk.cuts[number] for walk in walks]
+            name = f"the way back through {cuts[0].name}"
+            arrived = [back.arrived(number) for back in backs]
+            sums = [
+                torch.stack([_over(g), _over(g * cut.normed)]).double() for g, cut in zip(arrived, cuts, strict=True)
+            ]
+            total = _in_order(meet(name, [s.detach() for s in sums]))
+            for back, cut, g in zip(backs, cuts, arrived, strict=True):
+                with torch.no_grad():
+                    mean, slope = (_like(row.float(), g) / cut.count for row in total)
+                    dx = _like(cut.scale, g) * (g.float() - mean - cut.normed.float() * slope)
+                back.through(cut.x, dx.to(cut.x.dtype), number)
+        return [back.of_params for back in backs]
+
+
+class Back:
+    """The backward pass of one shard, part by part."""
+
+    def __init__(self, cuts: list[Cut], params: list[nn.Parameter]) -> None:
+        self._cuts, self._params = cuts, params
+        self.of_params: list[Tensor | None] = [None] * len(params)
+        self._of_cuts: list[Tensor | None] = [None] * len(cuts)
+
+    def through(self, output: Tensor, gradient: Tensor | None, num_cuts: int) -> None:
+        """Goes back from `output` to the parameters and to the first cuts that come before it."""
+        if not output.requires_grad:
+            return
+        inputs = [*self._params, *(cut.normed for cut in self._cuts[:num_cuts])]
+        found = torch.autograd.grad(output, inputs, gradient, retain_graph=True, allow_unused=True)
+        for held, new in (
+            (self.of_params, found[: len(self._params)]),
+            (self._of_cuts, found[len(self._params) :]),
+        ):
+            for number, entry in enumerate(new):
+                if entry is not None:
+                    held[number] = entry if held[number] is None else held[number] + entry
+
+    def arrived(self, number: int) -> Tensor:
+        """The gradient of what came out of a norm layer: complete, once all later layers were gone through."""
+        gradient = self._of_cuts[number]
+        return torch.zeros_like(self._cuts[number].normed) if gradient is None else gradient
+
+
+def _forward(norm: Any, name: str, original: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """In place of a norm layer's own: waits for the other shards while training."""
+    if not norm.training:
+        return original(x)
+    norm._check_input_dim(x)
+    normed = HERE.walk.wait_at(Cut(name, norm, x))
+    if norm.weight is None:
+        return normed
+    return (normed * _like(norm.weight, normed) + _like(norm.bias, normed)).to(x.dtype)
+
+
+def _sums(x: Tensor) -> Tensor:
+    """Count, mean and sum of squared differences from it, for each channel of one shard."""
+    x = x.detach().float()
+    dims = [dim for dim in range(x.ndim) if dim != 1]
+    mean = x.mean(dims)
+    squares = (x - _like(mean, x)).square().sum(dims)
+    count = torch.full_like(mean, x.numel() / x.shape[1])
+    return torch.stack([count, mean, squares]).double()
+
+
+def _normalize(cuts: list[Cut], sums: list[Tensor]) -> None:
+    """What comes out of a norm layer for each of the rank's shards, from the sums of all shards in their order."""
+    count, mean, squares = sums[0]
+    for other_count, other_mean, other_squares in sums[1:]:
+        both, apart = count + other_count, other_mean - mean
+        mean = mean + apart * other_count / both
+        squares = squares + other_squares + apart * apart * count * other_count / both
+        count = both
+    norm = cuts[0].norm
+    scale = (squares / count + norm.eps).rsqrt().float()
+    for cut in cuts:
+        cut.scale, cut.count = scale, float(count[0])
+        normed = (cut.x.detach().float() - _like(mean.float(), cut.x)) * _like(scale, cut.x)
+        cut.normed = normed.to(cut.x.dtype).requires_grad_()
+    if norm.track_running_stats and norm.running_mean is not None:
+        norm.num_batches_tracked.add_(1)
+        momentum = 1.0 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
+        for running, new in ((norm.running_mean, mean), (norm.running_var, squares / (count - 1))):
+            running.copy_((1 - momentum) * running.double() + momentum * new)
+
+
+def _over(x: Tensor) -> Tensor:
+    """The sum over everything but the channels."""
+    return x.detach().float().sum([dim for dim in range(x.ndim) if dim != 1])
+
+
+def _in_order(tensors: list[Tensor]) -> Tensor:
+    total = tensors[0]
+    for tensor in tensors[1:]:
+        total = total + tensor
+    return total
+
+
+def _like(per_channel: Tensor, x: Tensor) -> Tensor:
+    """A number for each channel, in a shape that goes with `x`."""
+    return per_channel.view(1, -1, *[1] * (x.ndim - 2))

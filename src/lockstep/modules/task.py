@@ -1,0 +1,201 @@
+"""A PyTorch module to train: what was given is checked, and put into the form that the loop over epochs takes."""
+
+import copy
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from lockstep.backends.torch import place_of
+from lockstep.config import RunConfig, check_batch
+from lockstep.data import Dataset
+from lockstep.data.arrays import dataset_of_arrays
+from lockstep.device import Device
+from lockstep.engines import Engine
+from lockstep.errors import ConfigError
+from lockstep.layout import Array
+from lockstep.modules.loading import Loader, as_arrays, check_map_style
+from lockstep.modules.losses import LOSSES, METRICS, PerSample
+from lockstep.modules.optimizers import optimizer_maker
+from lockstep.modules.replica import ModuleReplica, Recipe, arrays_of
+from lockstep.named import is_place, load_named
+from lockstep.rates import Rates
+from lockstep.registry import pick
+from lockstep.samples import Feed, Samples
+from lockstep.task import Given, Task, num_steps
+
+
+def module_task(config: RunConfig, devices: list[Device], model: Any, data: Any, given: Given) -> Task:
+    """The task of training `model`, a module or a function that makes one, on `data`."""
+    train, test = parts_of(data, config.data)
+    num_train, num_test = length_of(train), 0 if test is None else length_of(test)
+    check_batch(config.batch_size, num_train, config.data)
+    in_memory = Dataset(config.data, *train, *(test or ())) if _in_memory(train, test) else None
+    module = made_module(model, in_memory, config.seed)
+    loss = _callable(given.loss, config.loss, LOSSES, "loss")
+    optimizer = given.optimizer
+    if optimizer is None and is_place(config.optimizer):
+        optimizer = load_named(config.optimizer, "optimizer")
+    if given.scheduler is not None and (config.schedule != "constant" or config.warmup):
+        raise ConfigError("There is a scheduler, and a schedule or a warm-up too. Give one of them.")
+    initial = arrays_of(module)
+
+    def copied(place: torch.device) -> nn.Module:
+        return copy.deepcopy(module).to(place)
+
+    recipe = Recipe(
+        copy=copied,
+        loss=lambda place: copy.deepcopy(loss).to(place) if isinstance(loss, nn.Module) else loss,
+        metrics=metrics_of(given.metrics, loss),
+        optimizer=optimizer_maker(config, optimizer),
+        scheduler=given.scheduler,
+        seed=config.seed,
+        rates=Rates(config.schedule, config.warmup, num_steps(config, num_train)),
+        clip_norm=config.clip_norm,
+        is_sync=config.batch_norm == "sync",
+        is_bf16=config.precision == "bf16",
+    )
+    trained = [param for param in module.parameters() if param.requires_grad]
+    recipe.optimizer([nn.Parameter(param.detach().clone()) for param in trained])  # what it refuses, it refuses now
+
+    def replica(device: Device, weights: dict[str, Array]) -> ModuleReplica:
+        new = ModuleReplica(recipe, device)
+        load(new.module, weights)
+        return new
+
+    def finished(weights: dict[str, Array]) -> nn.Module:
+        module_ = copied(torch.device("cpu"))
+        load(module_, weights)
+        return module_
+
+    return Task(
+        initial=initial,
+        parameters=[name for name, _ in module.named_parameters()],
+        replica=replica,
+        train_set=lambda engine: feed(engine, train, "training", config, devices),
+        test_set=None if test is None else lambda engine: feed(engine, test, "test", config, devices),
+        num_train=num_train,
+        num_test=num_test,
+        data_sha256=None if in_memory is None else in_memory.sha256,
+        piece=-(-config.batch_size // config.num_shards),  # as large as a shard, which fits into memory
+        trained=finished,
+        notes=notes(config, devices),
+    )
+
+
+def parts_of(data: Any, name: str) -> tuple[Any, Any]:
+    """Training and test data, each a pair of arrays or a map-style data set; there may be no test data."""
+    if isinstance(data, Dataset):
+        return (data.X_train, data.y_train), (data.X_test, data.y_test) if data.num_test else None
+    train, test = data if isinstance(data, (tuple, list)) and len(data) == 2 else (data, None)
+    return _part(train, name, "training"), None if test is None else _part(test, name, "test")
+
+
+def _part(part: Any, name: str, what: str) -> Any:
+    if not isinstance(part, (tuple, list)):
+        check_map_style(part, what)
+    arrays = part if isinstance(part, (tuple, list)) else as_arrays(part)
+    if arrays is None:
+        return part
+    checked = dataset_of_arrays(arrays, name)
+    return checked.X_train, checked.y_train
+
+
+def length_of(part: Any) -> int:
+    """Samples of a part."""
+    if not isinstance(part, tuple):
+        return len(part)
+    return Dataset("", *part).num_train
+
+
+def feed(engine: Engine, part: Any, what: str, config: RunConfig, devices: list[Device]) -> Feed:
+    """Where the batches of a part come from."""
+    if isinstance(part, tuple):
+        return Samples(engine, *part)
+    workers = min(4, len(os.sched_getaffinity(0))) if config.workers is None else config.workers
+    return Loader(part, what, devices, config.seed, workers)
+
+
+def made_module(model: Any, data: Dataset | None, seed: int) -> nn.Module:
+    """The module, once it was found to be one that can be trained; what a function makes depends on the seed alone."""
+    if isinstance(model, nn.Module):
+        module = model
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            if hasattr(model, "load"):
+                if data is None:
+                    raise ConfigError(
+                        "A model that comes with Lockstep looks at the data to find its shape, and these are loaded "
+                        "one by one. Give a function that makes it: model=lambda: ResNet18(in_channels=1, "
+                        "num_classes=10)."
+                    )
+                module = model.load()(data)
+            elif callable(model):
+                module = model()
+            else:
+                raise ConfigError(
+                    f"The model is a {type(model).__name__}. Give a torch.nn.Module, or a function that makes one."
+                )
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"The function for the model gave a {type(module).__name__}. It must give a torch.nn.Module.")
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
+            raise ConfigError(f"{name} has no shape yet (a lazy layer). Run one sample through the module first.")
+        if isinstance(tensor, nn.Parameter) and tensor.requires_grad and tensor.dtype != torch.float32:
+            raise ConfigError(
+                f"The parameter {name} is {tensor.dtype}. Lockstep trains float32 parameters: use module.float(); for "
+                f"bfloat16 arithmetic, --precision bf16 (precision='bf16')."
+            )
+    if not any(param.requires_grad for param in module.parameters()):
+        raise ConfigError(f"{type(module).__name__} has no parameter to train: none of them has requires_grad.")
+    return module
+
+
+def load(module: nn.Module, weights: dict[str, Array]) -> None:
+    """Copies the numbers into the module's parameters and buffers."""
+    named = dict([*module.named_parameters(), *module.named_buffers()])
+    with torch.no_grad():
+        for name, array in weights.items():
+            named[name].copy_(torch.from_numpy(array))
+
+
+def metrics_of(given: Any, loss: PerSample) -> dict[str, PerSample]:
+    """Metrics by name: those that were asked for, else accuracy where the loss is that of class scores."""
+    if given is None:
+        return {"accuracy": METRICS["accuracy"]} if loss is LOSSES["cross_entropy"] else {}
+    if isinstance(given, str) or callable(given):
+        given = [given]
+    if not isinstance(given, dict):
+        given = {
+            metric if isinstance(metric, str) else getattr(metric, "__name__", "metric"): metric for metric in given
+        }
+    return {str(name): _callable(None if isinstance(m, str) else m, m, METRICS, "metric") for name, m in given.items()}
+
+
+def notes(config: RunConfig, devices: list[Device]) -> tuple[str, ...]:
+    """What the user should know before it starts."""
+    if config.precision != "bf16":
+        return ()
+    if devices[0].kind == "cuda":
+        good = torch.cuda.get_device_capability(place_of(devices[0])) >= (8, 0)
+    else:
+        good = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return () if good else ("This device is not made for bfloat16: it will be slower than float32.",)
+
+
+def _callable(given: Any, name: Any, table: dict[str, Callable[..., Any]], what: str) -> Any:
+    if given is None:
+        return load_named(name, what) if is_place(name) else pick(table, name, f"{what} (or package.file:function)")
+    if isinstance(given, str):
+        return pick(table, given, what)
+    if not callable(given):
+        raise ConfigError(f"The {what} is a {type(given).__name__}. Give a name, or a function of (output, y).")
+    return given
+
+
+def _in_memory(train: Any, test: Any) -> bool:
+    return isinstance(train, tuple) and (test is None or isinstance(test, tuple))

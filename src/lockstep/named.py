@@ -1,0 +1,66 @@
+"""Objects of the user's own, named on the command line: `package.file:function`."""
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import ConfigError
+
+
+def is_place(name: str) -> bool:
+    """Whether `name` says where something is, and is not itself the name of something that we have.
+
+    >>> is_place("mypackage.nets:make_model"), is_place("resnet18"), is_place("data/mine.npz")
+    (True, False, False)
+    """
+    module, colon, attribute = name.partition(":")
+    return bool(colon) and all(part.isidentifier() for part in [*module.split("."), *attribute.split(".")])
+
+
+def load_named(name: str, what: str) -> Any:
+    """What `package.file:function` stands for. Files in the current folder are found too.
+
+    >>> load_named("math:sqrt", "model")(4.0)
+    2.0
+    """
+    module, _, attribute = name.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)  # and it stays: what is loaded may import its neighbours later
+    try:
+        found: Any = importlib.import_module(module)
+    except ModuleNotFoundError as missing:
+        if missing.name is None or not f"{module}.".startswith(f"{missing.name}."):
+            raise ConfigError(
+                f"The {what} {name} cannot be loaded: {module} needs {missing.name}, which is not there."
+            ) from missing
+        raise ConfigError(
+            f"The {what} {name} cannot be loaded: there is no module {module}, neither installed nor in {here}."
+        ) from missing
+    except Exception as problem:
+        raise ConfigError(
+            f"The {what} {name} cannot be loaded: importing {module} fails with {type(problem).__name__}: {problem}."
+        ) from problem
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            offers = [entry for entry in vars(found) if not entry.startswith("_")][:8]
+            raise ConfigError(f"{module} has no {part} for the {what}. It has: {', '.join(offers) or 'nothing'}.")
+        found = getattr(found, part)
+    return found
+
+
+def name_of(value: Any) -> str:
+    """What a run's record calls a thing that was given in Python: its place where it has one, else its kind.
+
+    >>> import math
+    >>> name_of(math.sqrt), name_of(lambda: 1), name_of([1, 2])
+    ('math:sqrt', 'a function given in Python', 'a list given in Python')
+    """
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if isinstance(module, str) and isinstance(name, str) and is_place(f"{module}:{name}") and module != "__main__":
+        return f"{module}:{name}"
+    if callable(value) and isinstance(name, str):
+        return f"{name} given in Python" if name.isidentifier() else "a function given in Python"
+    kind = type(value).__name__
+    return f"a {kind} given in Python"

@@ -1,0 +1,98 @@
+"""From a run's settings to what they stand for; everything is found before anything is started or written."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from lockstep.backends import Backend, devices_for, load_backend
+from lockstep.config import RunConfig, check_ranks
+from lockstep.data import Dataset, load_dataset
+from lockstep.data.arrays import dataset_of_arrays
+from lockstep.data.sources import Progress, no_progress
+from lockstep.device import Device
+from lockstep.engines import ENGINES, Engine
+from lockstep.errors import ConfigError
+from lockstep.exchange import EXCHANGES
+from lockstep.models import MODELS, Model
+from lockstep.named import is_place, load_named
+from lockstep.registry import pick
+from lockstep.task import Given, Task, flat_task
+
+
+class Prepared(NamedTuple):
+    """What the names in a run's settings stand for, once all of them were found."""
+
+    backend: Backend
+    engine: type[Engine]
+    devices: list[Device]
+    task: Task
+
+
+def prepare(config: RunConfig, given: Given = Given(), progress: Progress = no_progress) -> Prepared:  # noqa: B008
+    """Finds everything the run needs, cheapest first."""
+    model = find_model(config, given)
+    pick(EXCHANGES, config.exchange, "exchange")
+    backend = load_backend(config.backend)
+    able = {name: ENGINES[name] for name in backend.capabilities.engines}
+    engine = pick(able, config.engine, f"engine for {backend.name}")
+    devices = devices_for(backend, config.devices, at_most=config.num_shards)
+    check_ranks(len(devices), config.num_shards)
+    data = find_data(config, given, progress)
+    if isinstance(model, Model):
+        if not isinstance(data, Dataset):
+            raise ConfigError(f"{model.name} needs its samples in memory: give arrays (X, y), or a model of your own.")
+        return Prepared(backend, engine, devices, flat_task(config, backend, model, data, given))
+    from lockstep.modules import FRAMEWORK
+    from lockstep.modules.task import module_task
+
+    if backend.name != FRAMEWORK:
+        raise ConfigError(
+            f"{config.model} is a module of {FRAMEWORK}, and the backend is {backend.name}. Use lenet, or {FRAMEWORK}."
+        )
+    return Prepared(backend, engine, devices, module_task(config, devices, model, data, given))
+
+
+def find_model(config: RunConfig, given: Given) -> Any:
+    """A model for every framework, a module, or a function that makes one (of a `Dataset`, where it is built in)."""
+    if given.model is not None:
+        return given.model
+    if is_place(config.model):
+        return load_named(config.model, "model")
+    found = pick(MODELS, config.model, "model (or package.file:function)")
+    return BuiltIn(found) if isinstance(found, str) else found
+
+
+class BuiltIn(NamedTuple):
+    """The place of a function that makes a module for a data set."""
+
+    place: str
+
+    def load(self) -> Callable[[Dataset], Any]:
+        """The function."""
+        function: Callable[[Dataset], Any] = load_named(self.place, "model")
+        return function
+
+
+def find_data(config: RunConfig, given: Given, progress: Progress) -> Any:
+    """A `Dataset` in memory, or what was given, to be loaded sample by sample."""
+    data, name = given.data, config.data
+    if data is None and is_place(name):
+        function = load_named(name, "data")
+        if not callable(function):
+            raise ConfigError(f"The data {name} is a {type(function).__name__}. Name a function that gives the data.")
+        data = function()
+    if data is None:
+        return load_dataset(name, config.data_dir, progress)
+    if isinstance(data, str):
+        return load_dataset(data, config.data_dir, progress)
+    if is_loaded_one_by_one(data):
+        return data
+    return dataset_of_arrays(data, name)
+
+
+def is_loaded_one_by_one(data: Any) -> bool:
+    """Whether `data` is something with `__getitem__` of its own, or a pair of such, and not arrays."""
+    parts = data if isinstance(data, (tuple, list)) else [data]
+    return any(
+        not isinstance(part, (tuple, list, dict, str)) and not hasattr(part, "dtype") and part is not None
+        for part in parts
+    )

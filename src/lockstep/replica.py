@@ -1,0 +1,56 @@
+"""A replica of a model that is a function of one flat vector: LeNet in any framework, and the text's functions."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.backends import Backend, Tensor
+from lockstep.engines import Gathered, Leaf, Meet, Shard
+from lockstep.layout import Array, Layout
+from lockstep.models import CrossEntropySum, Forward
+from lockstep.rates import Rates
+from lockstep.update import Rule, State, clipped
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a flat vector is trained: the same for all ranks."""
+
+    backend: Backend
+    forward: Forward
+    layout: Layout
+    rule: Rule
+    rates: Rates = field(default_factory=Rates)
+    clip_norm: float | None = None
+
+
+class FlatReplica:
+    """One rank's parameters as one flat vector. Every framework can train it: nothing is changed in place."""
+
+    def __init__(self, recipe: Recipe, flat: Tensor) -> None:
+        self._recipe, self.flat = recipe, flat
+        self._loss_sum = CrossEntropySum(recipe.forward)
+        self._state: State = recipe.rule.start(flat)
+        capture = recipe.backend.capabilities.capture
+        self._scores = recipe.backend.capture(recipe.forward) if capture else recipe.forward
+
+    def leaves(self, step: int, shards: Iterator[Shard], meet: Meet) -> Iterator[Leaf]:
+        backend, layout = self._recipe.backend, self._recipe.layout
+        for shard in shards:
+            loss, gradient = backend.value_and_grad(self._loss_sum, layout, self.flat, shard.X, shard.y)
+            yield Leaf(gradient, loss)
+
+    def update(self, step: int, total: Tensor, batch: Gathered) -> None:
+        gradient = clipped(total / batch.num_samples, self._recipe.clip_norm)  # the only division, by all samples
+        factor = self._recipe.rates.factor(step)
+        self.flat, self._state = self._recipe.rule(self.flat, gradient, self._state, step, factor)
+
+    def measure(self, X: Any, y: Any) -> dict[str, float]:
+        backend = self._recipe.backend
+        scores = self._scores(X, backend.unflatten(self._recipe.layout, self.flat))
+        return {"accuracy": float(backend.ops.num_correct(scores, y))}
+
+    def arrays(self) -> dict[str, Array]:
+        layout = self._recipe.layout
+        flat = self._recipe.backend.to_numpy(self.flat).copy()  # a backend may show its own memory
+        return dict(zip(layout.names, layout.unflatten(flat), strict=True))
