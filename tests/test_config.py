@@ -119,7 +119,7 @@ def test_what_is_no_whole_number_is_refused(name, wrong):
     assert str(refused.value) == f"{name} is {wrong!r}. It must be a whole number."
 
 
-@pytest.mark.parametrize("wrong", ["fast", None, [0.2], 1j, 10**400], ids=["text", "None", "list", "complex", "huge"])
+@pytest.mark.parametrize("wrong", ["fast", [0.2], 1j, 10**400], ids=["text", "list", "complex", "huge"])
 def test_a_learning_rate_that_is_no_number_is_refused(wrong):
     with pytest.raises(ConfigError) as refused:
         RunConfig(learning_rate=wrong)

@@ -65,7 +65,7 @@ class Evaluation:
     """The metrics of a finished run's weights."""
 
     test_accuracy: float | None
-    metrics: dict[str, float]
+    metrics: dict[str, float]  # means over the test samples
     num_samples: int
     backend: str
     backend_version: str
@@ -107,7 +107,7 @@ def evaluate_run(
         config = RunConfig(
             **{**asdict(config), **{name: value for name, value in replaced.items() if value is not None}}
         )
-    backend, engine_type, found, task = prepare(config, progress=progress)
+    backend, engine_type, found, task = prepare(config, progress=progress, trains=False)
     if task.test_set is None:
         raise DataError(f"{config.data} has no test samples to evaluate the run in {folder} on.")
     if task.data_sha256 is not None and settings.get("data_sha256") not in (None, task.data_sha256):

@@ -7,6 +7,8 @@ from typing import Any
 
 from lockstep.errors import ConfigError
 
+OWN = "; or one of your own: package.file:function"
+
 
 def is_place(name: str) -> bool:
     """Whether `name` says where something is, and is not itself the name of something that we have.

@@ -13,7 +13,7 @@ from lockstep.engines import ENGINES, Engine
 from lockstep.errors import ConfigError
 from lockstep.exchange import EXCHANGES
 from lockstep.models import MODELS, Model
-from lockstep.named import is_place, load_named
+from lockstep.named import OWN, is_place, load_named
 from lockstep.registry import pick
 from lockstep.task import Given, Task, flat_task
 
@@ -27,15 +27,19 @@ class Prepared(NamedTuple):
     task: Task
 
 
-def prepare(config: RunConfig, given: Given = Given(), progress: Progress = no_progress) -> Prepared:  # noqa: B008
-    """Finds everything the run needs, cheapest first."""
+def prepare(
+    config: RunConfig, given: Given | None = None, progress: Progress = no_progress, trains: bool = True
+) -> Prepared:
+    """Finds everything the run needs, cheapest first. One that `trains` has no more devices than shards."""
+    given = given or Given()
     model = find_model(config, given)
     pick(EXCHANGES, config.exchange, "exchange")
     backend = load_backend(config.backend)
     able = {name: ENGINES[name] for name in backend.capabilities.engines}
     engine = pick(able, config.engine, f"engine for {backend.name}")
     devices = devices_for(backend, config.devices, at_most=config.num_shards)
-    check_ranks(len(devices), config.num_shards)
+    if trains:
+        check_ranks(len(devices), config.num_shards)
     data = find_data(config, given, progress)
     if isinstance(model, Model):
         if not isinstance(data, Dataset):
@@ -57,7 +61,7 @@ def find_model(config: RunConfig, given: Given) -> Any:
         return given.model
     if is_place(config.model):
         return load_named(config.model, "model")
-    found = pick(MODELS, config.model, "model (or package.file:function)")
+    found = pick(MODELS, config.model, "model", more=OWN)
     return BuiltIn(found) if isinstance(found, str) else found
 
 

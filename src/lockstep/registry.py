@@ -9,8 +9,8 @@ from lockstep.errors import ConfigError
 T = TypeVar("T")
 
 
-def pick(table: Mapping[str, T], name: str, what: str) -> T:
-    """The entry of `table` called `name`; the error lists what there is and the nearest name.
+def pick(table: Mapping[str, T], name: str, what: str, more: str = "") -> T:
+    """The entry of `table` called `name`; the error lists what there is (and `more`) and the nearest name.
 
     >>> pick({"ring": 1, "tree": 2}, "tree", "exchange")
     2
@@ -22,4 +22,4 @@ def pick(table: Mapping[str, T], name: str, what: str) -> T:
         return table[name]
     near = difflib.get_close_matches(name.lower(), table, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(f"There is no {what} called {name!r}.{hint} There are: {', '.join(sorted(table))}.")
+    raise ConfigError(f"There is no {what} called {name!r}.{hint} There are: {', '.join(sorted(table))}{more}.")

@@ -15,7 +15,7 @@ def run(config: RunConfig, given: Given | None = None, quiet: bool = False) -> R
     """The result of a run, shown on standard error unless `quiet`, and recorded if `config.out` names a folder."""
     log = None if config.out is None else RunLog(config.out)
     with fetch_progress() as progress:
-        prepared = prepare(config, given or Given(), progress)
+        prepared = prepare(config, given, progress)
     with Console() as console, closing(train(config, prepared)) as events:
 
         def tell(event: Event) -> None:

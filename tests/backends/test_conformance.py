@@ -30,6 +30,7 @@ from lockstep.models.lenet import init_lenet
 from lockstep.models.model import Model
 from lockstep.prepare import prepare
 from lockstep.report.runlog import RunLog
+from lockstep.task import Given
 
 CPU = Device("cpu:0")
 ORACLE = load_backend("numpy")
@@ -512,7 +513,7 @@ def test_with_one_shard_the_weights_are_those_of_the_texts_program(name, scale, 
         batch_size=batch_size,
         learning_rate=lr,
     )
-    *_, done = train(config, prepare(config)._replace(model=model))
+    *_, done = train(config, prepare(config, Given(model=model)))
     order = sample_order(0, 0, len(data.X_train)).reshape(-1, batch_size)
     assert done.result.steps == len(order)
     batches = [(data.X_train[chosen] / np.float32(255), data.y_train[chosen]) for chosen in order]
@@ -542,7 +543,7 @@ def test_a_run_saved_in_one_framework_is_evaluated_in_another(name, lockstep, tm
             out=tmp_path / trained,
         )
         log = RunLog(config.out)
-        for event in train(config, prepare(config)._replace(model=scaled_lenet(5))):
+        for event in train(config, prepare(config, Given(model=scaled_lenet(5)))):
             log.write(event)
         run = event.result
         assert run.test_accuracy > 0.4, "the run must have learned something for the comparison to mean anything"

@@ -74,7 +74,7 @@ def make_stopped(make_result):
             step=8 * num_epochs + 3,
             reason="the loss is no longer a number",
             history=done.history[:num_epochs],
-            params=done.params if num_epochs else {},
+            weights=done.params if num_epochs else {},
         )
 
     return make

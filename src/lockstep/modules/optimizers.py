@@ -8,6 +8,7 @@ from torch import nn
 
 from lockstep.config import RunConfig
 from lockstep.errors import ConfigError
+from lockstep.named import OWN
 from lockstep.registry import pick
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -24,7 +25,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter], RunConfig], torch.optim.Opti
 def optimizer_maker(config: RunConfig, given: Any) -> MakeOptimizer:
     """A function of a replica's trainable parameters that makes its optimizer."""
     if given is None:
-        named = pick(OPTIMIZERS, config.optimizer, "optimizer (or package.file:function)")
+        named = pick(OPTIMIZERS, config.optimizer, "optimizer", more=OWN)
         return lambda params: named(params, config)
     if isinstance(given, torch.optim.Optimizer):
         kind = type(given).__name__

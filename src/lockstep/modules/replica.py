@@ -16,11 +16,9 @@ from lockstep.layout import Array, Layout
 from lockstep.modules.buffers import Buffers
 from lockstep.modules.losses import PerSample, summed
 from lockstep.modules.optimizers import MakeOptimizer
-from lockstep.modules.random import KeyedRandom, NoDraws
+from lockstep.modules.random import KeyedRandom, NoDraws, shard_seed
 from lockstep.modules.sync import SyncNorms
 from lockstep.rates import Rates
-
-DROPOUT = 1  # the last part of a key says what the random numbers are for
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,7 @@ class ModuleReplica:
 
     def _forward(self, random: KeyedRandom, step: int, shard: Shard) -> Tensor:
         """The summed loss of a shard."""
-        with random.start(self._recipe.seed, step, shard.number, DROPOUT), self._autocast():
+        with random.start(shard_seed(self._recipe.seed, step, shard.number)), self._autocast():
             loss = summed(self._loss, "loss", call(self.module, shard.X), shard.y, shard.num_samples)
         if not loss.requires_grad:
             raise RunError(
@@ -133,7 +131,7 @@ class ModuleReplica:
         num_samples = len(leaves_of(y)[0])
         with (
             torch.no_grad(),
-            self._random.start(self._recipe.seed, 0, 0, DROPOUT),
+            self._random.start(shard_seed(self._recipe.seed, 0, 0)),
             self._autocast(),
             plain_errors(self._place.type),
         ):

@@ -29,19 +29,22 @@ class Residual(nn.Module):
 class ResNet18(nn.Module):
     """A stem, four stages of two residual blocks each, and a linear layer over the mean of what is left.
 
+    >>> import torch
     >>> ResNet18(in_channels=1)(torch.zeros(2, 1, 28, 28)).shape
     torch.Size([2, 10])
     """
 
-    def __init__(self, in_channels: int = 3, num_classes: int = 10) -> None:
+    def __init__(self, in_channels: int = 3, num_classes: int = 10, width: int = 64) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(in_channels, 64, kernel_size=3, padding=1), nn.BatchNorm2d(64), nn.ReLU())
-        blocks, channels = [], 64
-        for stage, wider in enumerate((64, 128, 256, 512)):
+        self.stem = nn.Sequential(
+            nn.Conv2d(in_channels, width, kernel_size=3, padding=1), nn.BatchNorm2d(width), nn.ReLU()
+        )
+        blocks, channels = [], width
+        for stage, wider in enumerate((width, 2 * width, 4 * width, 8 * width)):
             blocks += [Residual(channels, wider, stride=1 if stage == 0 else 2), Residual(wider, wider, stride=1)]
             channels = wider
         self.blocks = nn.Sequential(*blocks)
-        self.classify = nn.Linear(512, num_classes)
+        self.classify = nn.Linear(8 * width, num_classes)
         for layer in self.modules():
             if isinstance(layer, nn.Conv2d):
                 nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")

@@ -21,7 +21,7 @@ from lockstep.modules.loading import Loader, as_arrays, check_map_style
 from lockstep.modules.losses import LOSSES, METRICS, PerSample
 from lockstep.modules.optimizers import optimizer_maker
 from lockstep.modules.replica import ModuleReplica, Recipe, arrays_of
-from lockstep.named import is_place, load_named
+from lockstep.named import OWN, is_place, load_named
 from lockstep.rates import Rates
 from lockstep.registry import pick
 from lockstep.samples import Feed, Samples
@@ -189,7 +189,7 @@ def notes(config: RunConfig, devices: list[Device]) -> tuple[str, ...]:
 
 def _callable(given: Any, name: Any, table: dict[str, Callable[..., Any]], what: str) -> Any:
     if given is None:
-        return load_named(name, what) if is_place(name) else pick(table, name, f"{what} (or package.file:function)")
+        return load_named(name, what) if is_place(name) else pick(table, name, what, more=OWN)
     if isinstance(given, str):
         return pick(table, given, what)
     if not callable(given):
