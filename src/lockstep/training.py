@@ -76,7 +76,7 @@ def train(
         devices = ",".join(devices)
     config = RunConfig(
         model=model if isinstance(model, str) else name_of(model),
-        data=data if isinstance(data, str) else str(data) if isinstance(data, Path) else name_of(data),
+        data=data if isinstance(data, str) else str(data) if isinstance(data, Path) else "data given in Python",
         loss=loss if isinstance(loss, str) else name_of(loss),
         optimizer=optimizer if isinstance(optimizer, str) else name_of(optimizer),
         batch_size=batch_size,

@@ -78,6 +78,9 @@ class TorchBackend:
         with ExitStack() as undo:
             undo.enter_context(one_at_a_time(self._lock, "PyTorch"))
             undo.callback(torch.set_num_threads, torch.get_num_threads())
+            undo.callback(torch.set_rng_state, torch.get_rng_state())  # the caller's own random numbers
+            if torch.cuda.is_initialized():
+                undo.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
             undo.callback(
                 torch.use_deterministic_algorithms,
                 torch.are_deterministic_algorithms_enabled(),

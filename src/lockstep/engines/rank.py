@@ -1,6 +1,7 @@
 """What one rank does in each phase of a step; every engine runs the same functions."""
 
 import sysconfig
+import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,16 +66,16 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def what_would_fit(replica: Replica, step: int, batch: Batch, rank: int, num_samples: int, meet: Meet) -> str:
     """What to do when a shard of `num_samples` does not fit into the device's memory: found by trying smaller ones."""
-    num_shards = -(-batch.num_samples // num_samples)
+    more = f"More shards need less of it: try --shards {-(-2 * batch.num_samples // num_samples)}"
     while num_samples > 1:
         num_samples = -(-num_samples // 2)
         try:
             X, y = batch.fetch(rank, 0, num_samples)
             next(replica.leaves(step, iter([Shard(0, num_samples, X, y)]), meet))
-        except Exception as problem:
+        except threading.BrokenBarrierError:  # it cannot be tried without the other ranks
+            return more
+        except Exception as problem:  # without memory, other things go wrong too
             traceback.clear_frames(problem.__traceback__)  # they hold what was computed so far
-            if not is_out_of_memory(problem):  # it cannot be tried: say where to go
-                return f"More shards need less of it: try --shards {2 * num_shards}"
         else:
             fits = -(-batch.num_samples // num_samples)
             return f"A shard of {num_samples} does: use --shards {fits} (another run, with other bits)"

@@ -14,21 +14,23 @@ class LeNetBN(nn.Module):
     torch.Size([2, 10])
     """
 
-    def __init__(self, in_channels: int = 1, num_classes: int = 10, dropout: float = 0.5) -> None:
+    def __init__(self, image: tuple[int, int, int] = (1, 28, 28), num_classes: int = 10, dropout: float = 0.5) -> None:
         super().__init__()
+        channels, height, width = image
+        size = 50 * (((height - 2) // 2 - 4) // 2) * (((width - 2) // 2 - 4) // 2)
         self.features = nn.Sequential(
-            nn.Conv2d(in_channels, 20, kernel_size=3, bias=False),  # the norm layer's bias takes its place
+            nn.Conv2d(channels, 20, kernel_size=3, bias=False),  # the norm layer's bias takes its place
             nn.BatchNorm2d(20),
             nn.ReLU(),
             nn.AvgPool2d(2),
             nn.Conv2d(20, 50, kernel_size=5, bias=False),
             nn.BatchNorm2d(50),
             nn.ReLU(),
-            nn.AdaptiveAvgPool2d(4),  # 9x9 -> 4x4 for the text's images; any size above 16x16 works
+            nn.AvgPool2d(2),
         )
         self.classify = nn.Sequential(
             nn.Flatten(),
-            nn.Linear(50 * 4 * 4, 128),
+            nn.Linear(size, 128),
             nn.ReLU(),
             nn.Dropout(dropout),
             nn.Linear(128, num_classes),
@@ -42,5 +44,4 @@ class LeNetBN(nn.Module):
 
 def lenet_bn(data: Dataset) -> LeNetBN:
     """The model for the images of a data set."""
-    channels, _, _ = image_shape(data, "lenet-bn", smallest=16)
-    return LeNetBN(channels, data.num_classes)
+    return LeNetBN(image_shape(data, "lenet-bn", smallest=14), data.num_classes)

@@ -6,6 +6,7 @@ Python, numpy or PyTorch) are keyed by (seed, epoch, sample): neither the device
 
 import random
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset, default_collate
 
 from lockstep.backends.torch import place_of
-from lockstep.data.dataset import map_leaves
+from lockstep.data.dataset import leaves_of, map_leaves
 from lockstep.data.order import keyed_random
 from lockstep.device import Device
 from lockstep.engines import Batch
@@ -92,7 +93,9 @@ class Loader:
         self._wanted.shards = [
             Wanted(epoch, part[shard.start : shard.stop]) for part in parts for shard in cut(len(part))
         ]
-        loaded = iter(self._loader)
+        with warnings.catch_warnings():  # of forking while there are threads: those of the ranks are idle now
+            warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+            loaded = iter(self._loader)
         for part in parts:
             shards = {shard.start: self._checked(next(loaded)) for shard in cut(len(part))}
 
@@ -147,7 +150,9 @@ class Shards:
         try:
             return default_collate(samples)
         except Exception as problem:
-            return Failed(wanted.samples[0], f"it does not go together with others: {_sentence(problem)}", "")
+            shapes = sorted({str([tuple(np.shape(leaf)) for leaf in leaves_of(sample)]) for sample in samples})
+            apart = f"shapes {' and '.join(shapes[:2])}" if len(shapes) > 1 else _sentence(problem)
+            return Failed(wanted.samples[0], f"it does not go together with others in a shard: {apart}", "")
 
     def _pair(self, number: int) -> Any:
         sample = self._data[number]

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from lockstep.backends.torch import place_of, plain_errors, start_thread
 from lockstep.data.dataset import leaves_of
@@ -16,9 +18,11 @@ from lockstep.layout import Array, Layout
 from lockstep.modules.buffers import Buffers
 from lockstep.modules.losses import PerSample, summed
 from lockstep.modules.optimizers import MakeOptimizer
-from lockstep.modules.random import KeyedRandom, NoDraws, shard_seed
+from lockstep.modules.random import KeyedRandom, NoDraws, drawn_so_far, shard_seed, surely_draws
 from lockstep.modules.sync import SyncNorms
 from lockstep.rates import Rates
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -55,13 +59,14 @@ class ModuleReplica:
         self._scheduler = recipe.scheduler(self._optimizer) if recipe.scheduler else None
         self._buffers = Buffers(self.module, recipe.is_sync)
         self._random = KeyedRandom(self._place)
+        self._draws = surely_draws(self.module)
         self._sync = None
         if recipe.is_sync:
             worker_stream = torch.cuda.current_stream() if self._place.type == "cuda" else None
             self._sync = SyncNorms(
                 self.module,
                 self._params,
-                forward=lambda step, shard: self._forward(KeyedRandom(self._place), step, shard),
+                forward=self._forward_alone,
                 leaf=self.leaf,
                 start_thread=lambda: start_thread(self._place, worker_stream),
             )
@@ -72,27 +77,50 @@ class ModuleReplica:
             raise RunError("The module changed which parameters are trained (requires_grad) in mid-run. Do it before.")
         self._buffers.start_step()
         if self._sync is not None:
-            yield from self._sync.leaves(step, list(shards), meet)
+            with plain_errors(self._place.type):
+                own = list(self._sync.leaves(step, list(shards), meet))
+            yield from own
             return
         for shard in shards:
             with plain_errors(self._place.type):
                 self._buffers.start_shard()
-                loss = self._forward(self._random, step, shard)
+                loss = self._keyed(shard_seed(self._recipe.seed, step, shard.number), partial(self._forward, shard))
                 with NoDraws():
-                    loss.backward()
+                    # from its edge: a call with a tensor would be one of those to watch, with all that it calls
+                    torch.autograd.backward(get_gradient_edge(loss), torch.ones_like(loss))
             leaf = self.leaf(loss, [param.grad for param in self._params])
             self._optimizer.zero_grad(set_to_none=True)
             yield leaf
 
-    def _forward(self, random: KeyedRandom, step: int, shard: Shard) -> Tensor:
+    def _keyed(self, seed: int, compute: Callable[[], T]) -> T:
+        """What `compute` gives, its random numbers being those of `seed`."""
+        if not self._draws:
+            before = drawn_so_far(self._place)
+            result = compute()
+            if drawn_so_far(self._place) == before:
+                return result
+            self._draws = True  # here, or on another rank; then this is done again for nothing, and gives the same bits
+            self._buffers.start_shard()
+        with self._random.start(seed):
+            return compute()
+
+    def _forward(self, shard: Shard) -> Tensor:
         """The summed loss of a shard."""
-        with random.start(shard_seed(self._recipe.seed, step, shard.number)), self._autocast():
+        with self._autocast():
             loss = summed(self._loss, "loss", call(self.module, shard.X), shard.y, shard.num_samples)
         if not loss.requires_grad:
             raise RunError(
                 "The loss does not depend on any parameter that is trained. Is everything frozen, or detached?"
             )
         return loss
+
+    def _forward_alone(self, step: int, shard: Shard) -> Tensor:
+        """The summed loss of a shard that has a thread of its own."""
+        with (
+            plain_errors(self._place.type),
+            KeyedRandom(self._place).start(shard_seed(self._recipe.seed, step, shard.number)),
+        ):
+            return self._forward(shard)
 
     def leaf(self, loss: Tensor, gradients: list[Tensor | None]) -> Leaf:
         used = frozenset(number for number, gradient in enumerate(gradients) if gradient is not None)
@@ -129,17 +157,15 @@ class ModuleReplica:
     def measure(self, X: Any, y: Any) -> dict[str, float]:
         self.module.eval()
         num_samples = len(leaves_of(y)[0])
-        with (
-            torch.no_grad(),
-            self._random.start(shard_seed(self._recipe.seed, 0, 0)),
-            self._autocast(),
-            plain_errors(self._place.type),
-        ):
-            output = call(self.module, X)
-            measured = {"loss": summed(self._loss, "loss", output, y, num_samples)}
-            for name, metric in self._recipe.metrics.items():
-                measured[name] = summed(metric, f"metric {name}", output, y, num_samples)
-        return {name: float(value) for name, value in measured.items()}
+        metrics = {"loss": self._loss, **self._recipe.metrics}
+
+        def compute() -> dict[str, float]:
+            with torch.no_grad(), self._autocast():
+                output = call(self.module, X)
+                return {name: float(summed(metric, name, output, y, num_samples)) for name, metric in metrics.items()}
+
+        with plain_errors(self._place.type):
+            return self._keyed(shard_seed(self._recipe.seed, 0, 0), compute)
 
     def arrays(self) -> dict[str, Array]:
         return arrays_of(self.module)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from lockstep.engines import Leaf, Meet, Shard
 from lockstep.errors import RunError
@@ -169,8 +170,12 @@ class Back:
         """Goes back from `output` to the parameters and to the first cuts that come before it."""
         if not output.requires_grad:
             return
-        inputs = [*self._params, *(cut.normed for cut in self._cuts[:num_cuts])]
-        found = torch.autograd.grad(output, inputs, gradient, retain_graph=True, allow_unused=True)
+        gradient = torch.ones_like(output) if gradient is None else gradient
+        # by their edges: a call with tensors would be one of those that `NoDraws` watches, with all that it calls
+        edges = [
+            get_gradient_edge(tensor) for tensor in (*self._params, *(cut.normed for cut in self._cuts[:num_cuts]))
+        ]
+        found = torch.autograd.grad(get_gradient_edge(output), edges, gradient, retain_graph=True, allow_unused=True)
         for held, new in (
             (self.of_params, found[: len(self._params)]),
             (self._of_cuts, found[len(self._params) :]),
