@@ -1,5 +1,7 @@
 """Modules on a GPU: the same bits on one and on several logical devices, precision, memory."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -70,35 +72,24 @@ def test_logical_devices_of_one_gpu_give_the_same_bits(case, settings):
 
 
 def test_what_does_not_fit_says_what_would():
+    X, y = images(2048)
+
+    def train(shards):
+        settings = {"devices": "cuda:0", "batch_size": 2048, "epochs": 1, "quiet": True}
+        return lockstep.train(model=ResNet18(in_channels=1), data=(X, y), shards=shards, **settings)
+
+    gc.collect()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved(0) / total + 1.2e9 / total)
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(0) + 1.2e9) / total)
     try:
         with pytest.raises(OutOfMemory) as refused:
-            X, y = images(2048)
-            lockstep.train(
-                model=ResNet18(in_channels=1),
-                data=(X, y),
-                devices="cuda:0",
-                batch_size=2048,
-                epochs=1,
-                shards=2,
-                quiet=True,
-            )
+            train(2)
         said = str(refused.value)
         assert said.startswith("rank 0 (cuda:0), during forward and backward: a shard of 1024 samples does not fit")
         fits = int(said.partition("--shards ")[2].split()[0])
         assert fits > 2
-        result = lockstep.train(
-            model=ResNet18(in_channels=1),
-            data=(X, y),
-            devices="cuda:0",
-            batch_size=2048,
-            epochs=1,
-            shards=fits,
-            quiet=True,
-        )
-        assert result.steps == 1
+        assert train(fits).steps == 1
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
 

@@ -121,7 +121,7 @@ class InProcess:
                 where, said = user_source_line(problem), str(problem)
                 traceback.clear_frames(problem.__traceback__)  # they hold what was computed so far
             size = len(shards[ranges[rank].start])
-            advice = what_would_fit(replica, step, batch, rank, size, meet)
+            advice = what_would_fit(self.backend, device, replica, step, batch, rank, size, meet)
             raise OutOfMemory(rank, device, size, advice, said, where)
 
         return Gradients(ranges, *map(list, zip(*self.each("forward and backward", work, replicas), strict=True)))

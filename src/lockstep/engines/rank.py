@@ -64,20 +64,29 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def what_would_fit(replica: Replica, step: int, batch: Batch, rank: int, num_samples: int, meet: Meet) -> str:
+def what_would_fit(
+    backend: Backend, device: Device, replica: Replica, step: int, batch: Batch, rank: int, num_samples: int, meet: Meet
+) -> str:
     """What to do when a shard of `num_samples` does not fit into the device's memory: found by trying smaller ones."""
     more = f"More shards need less of it: try --shards {-(-2 * batch.num_samples // num_samples)}"
+
+    def try_a_shard(num_samples: int, num_vectors: int) -> None:
+        X, y = batch.fetch(rank, 0, num_samples)
+        leaf = next(replica.leaves(step, iter([Shard(0, num_samples, X, y)]), meet))
+        beside = [backend.copy_to(leaf.gradient, device) for _ in range(num_vectors)]
+        next(replica.leaves(step, iter([Shard(0, num_samples, X, y)]), meet))
+        beside.clear()
+
     while num_samples > 1:
         num_samples = -(-num_samples // 2)
-        try:
-            X, y = batch.fetch(rank, 0, num_samples)
-            next(replica.leaves(step, iter([Shard(0, num_samples, X, y)]), meet))
+        fits = -(-batch.num_samples // num_samples)
+        try:  # beside as many vectors as a step has at most: nodes of the tree, the total, the optimizer's
+            try_a_shard(num_samples, fits.bit_length() + 5)
         except threading.BrokenBarrierError:  # it cannot be tried without the other ranks
             return more
         except Exception as problem:  # without memory, other things go wrong too
             traceback.clear_frames(problem.__traceback__)  # they hold what was computed so far
         else:
-            fits = -(-batch.num_samples // num_samples)
             return f"A shard of {num_samples} does: use --shards {fits} (another run, with other bits)"
     return "Not even one sample does: use a smaller model, smaller samples, or a device with more memory"
 

@@ -99,7 +99,8 @@ class SyncNorms:
         leaf: Callable[[Tensor, list[Tensor | None]], Leaf],
         start_thread: Callable[[], None],
     ) -> None:
-        self._params, self._forward, self._leaf, self._start_thread = params, forward, leaf, start_thread
+        self._forward, self._leaf, self._start_thread = forward, leaf, start_thread
+        self._params = [get_gradient_edge(param) for param in params]
         for name, norm in module.named_modules():
             if isinstance(norm, BatchNorm):
                 norm.forward = partial(_forward, norm, name, norm.forward)
@@ -112,8 +113,7 @@ class SyncNorms:
         finally:
             for walk in walks:
                 walk.end()
-        with NoDraws():
-            gradients = self._walk_back(walks, meet)
+        gradients = self._walk_back(walks, meet)
         for walk, of_shard in zip(walks, gradients, strict=True):
             assert walk.loss is not None
             yield self._leaf(walk.loss, of_shard)
@@ -161,8 +161,10 @@ class SyncNorms:
 class Back:
     """The backward pass of one shard, part by part."""
 
-    def __init__(self, cuts: list[Cut], params: list[nn.Parameter]) -> None:
-        self._cuts, self._params = cuts, params
+    def __init__(self, cuts: list[Cut], params: list[Any]) -> None:
+        self._cuts, self._num_params = cuts, len(params)
+        # by their edges: a call with tensors would be one of those that `NoDraws` watches, with all that it calls
+        self._inputs = [*params, *(get_gradient_edge(cut.normed) for cut in cuts)]
         self.of_params: list[Tensor | None] = [None] * len(params)
         self._of_cuts: list[Tensor | None] = [None] * len(cuts)
 
@@ -171,14 +173,12 @@ class Back:
         if not output.requires_grad:
             return
         gradient = torch.ones_like(output) if gradient is None else gradient
-        # by their edges: a call with tensors would be one of those that `NoDraws` watches, with all that it calls
-        edges = [
-            get_gradient_edge(tensor) for tensor in (*self._params, *(cut.normed for cut in self._cuts[:num_cuts]))
-        ]
-        found = torch.autograd.grad(get_gradient_edge(output), edges, gradient, retain_graph=True, allow_unused=True)
+        start, inputs = get_gradient_edge(output), self._inputs[: self._num_params + num_cuts]
+        with NoDraws():
+            found = torch.autograd.grad(start, inputs, gradient, retain_graph=True, allow_unused=True)
         for held, new in (
-            (self.of_params, found[: len(self._params)]),
-            (self._of_cuts, found[len(self._params) :]),
+            (self.of_params, found[: self._num_params]),
+            (self._of_cuts, found[self._num_params :]),
         ):
             for number, entry in enumerate(new):
                 if entry is not None:
