@@ -41,6 +41,7 @@ def train(config: RunConfig, prepared: Prepared) -> Generator[Event, None, None]
         try:
             yield RunStarted(
                 config=asdict(config),
+                model=task.model,
                 data_sha256=task.data_sha256,
                 backend_version=backend.version(),
                 devices=[str(device) for device in devices],

@@ -37,6 +37,7 @@ class Given:
 class Task:
     """One model to train on one data set."""
 
+    model: str  # what it is called on the terminal
     initial: dict[str, Array]  # parameters and buffers by name, in model order
     parameters: list[str]  # those of them that are parameters
     replica: Callable[[Device, dict[str, Array]], Replica]  # a new one on this device, with these numbers
@@ -95,6 +96,7 @@ def flat_task(config: RunConfig, backend: Backend, model: Model, data: Dataset, 
         return FlatReplica(recipe, backend.copy_to(flat, device))
 
     return Task(
+        model=model.name,
         initial=initial,
         parameters=list(initial),
         replica=replica,

@@ -72,6 +72,7 @@ def module_task(config: RunConfig, devices: list[Device], model: Any, data: Any,
         return module_
 
     return Task(
+        model=config.model if given.model is None and not is_place(config.model) else type(module).__name__,
         initial=initial,
         parameters=[name for name, _ in module.named_parameters()],
         replica=replica,

@@ -43,6 +43,7 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(num_tokens, width)
+        nn.init.normal_(self.tokens.weight, std=0.02)  # it makes the scores too, which start out near zero
         self.places = nn.Parameter(0.02 * torch.randn(length, width))
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(Block(width, num_heads, dropout) for _ in range(num_blocks))

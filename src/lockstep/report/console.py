@@ -75,7 +75,7 @@ class Console:
         config = event.config
         test = f" and {event.num_test_samples:,} test" if event.num_test_samples else ""
         self.note(
-            f"{config['model']} ({event.num_parameters:,} parameters) on {config['data']} "
+            f"{event.model or config['model']} ({event.num_parameters:,} parameters) on {config['data']} "
             f"({event.num_train_samples:,} training{test} samples)\n"
             f"batch {config['batch_size']} in {config['num_shards']} shards, {_how(config)}"
             f"exchange {config['exchange']}, {config['backend']} {event.backend_version} on {_kind_of(event.devices)} "

@@ -20,6 +20,7 @@ class RunStarted:
     num_parameters: int
     steps_per_epoch: int
     keeps_bits: bool  # whether the exchange adds in the tree's order
+    model: str = ""  # what it is called, where the settings have no name for it
     notes: list[str] = field(default_factory=list)  # what the user should know before it starts
 
 
