@@ -219,10 +219,12 @@ def _normalize(cuts: list[Cut], sums: list[Tensor]) -> None:
         mean = mean + apart * other_count / both
         squares = squares + other_squares + apart * apart * count * other_count / both
         count = both
-    norm = cuts[0].norm
+    norm, num_values = cuts[0].norm, float(count[0])
+    if num_values < 2:
+        raise RunError("A batch of one sample is too small for batch norm. Use another batch size (--batch-size).")
     scale = (squares / count + norm.eps).rsqrt().float()
     for cut in cuts:
-        cut.scale, cut.count = scale, float(count[0])
+        cut.scale, cut.count = scale, num_values
         normed = (cut.x.detach().float() - _like(mean.float(), cut.x)) * _like(scale, cut.x)
         cut.normed = normed.to(cut.x.dtype).requires_grad_()
     if norm.track_running_stats and norm.running_mean is not None:

@@ -8,19 +8,21 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.utils.data import default_collate
 
 from lockstep.backends.torch import place_of
 from lockstep.config import RunConfig, check_batch
 from lockstep.data import Dataset
 from lockstep.data.arrays import dataset_of_arrays
+from lockstep.data.dataset import map_leaves
 from lockstep.device import Device
 from lockstep.engines import Engine
 from lockstep.errors import ConfigError
 from lockstep.layout import Array
-from lockstep.modules.loading import Loader, as_arrays, check_map_style
+from lockstep.modules.loading import Loader, as_arrays, check_map_style, random_numbers_of
 from lockstep.modules.losses import LOSSES, METRICS, PerSample
 from lockstep.modules.optimizers import optimizer_maker
-from lockstep.modules.replica import ModuleReplica, Recipe, arrays_of
+from lockstep.modules.replica import ModuleReplica, Recipe, arrays_of, call
 from lockstep.named import OWN, is_place, load_named
 from lockstep.rates import Rates
 from lockstep.registry import pick
@@ -58,6 +60,7 @@ def module_task(config: RunConfig, devices: list[Device], model: Any, data: Any,
         is_sync=config.batch_norm == "sync",
         is_bf16=config.precision == "bf16",
     )
+    check_smallest_shard(config, module, train, num_train)
     trained = [param for param in module.parameters() if param.requires_grad]
     recipe.optimizer([nn.Parameter(param.detach().clone()) for param in trained])  # what it refuses, it refuses now
 
@@ -154,6 +157,33 @@ def made_module(model: Any, data: Dataset | None, seed: int) -> nn.Module:
     if not any(param.requires_grad for param in module.parameters()):
         raise ConfigError(f"{type(module).__name__} has no parameter to train: none of them has requires_grad.")
     return module
+
+
+def check_smallest_shard(config: RunConfig, module: nn.Module, train: Any, num_train: int) -> None:
+    """Refuses shards of one sample where batch norm cannot do with one; found by trying, before anything is started."""
+    rest = num_train % config.batch_size or config.batch_size
+    has_norm = any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in module.modules())
+    if not has_norm or config.batch_norm == "sync" or min(rest, config.batch_size) >= 2 * config.num_shards:
+        return
+    sample = map_leaves(train[0], lambda array: torch.from_numpy(array[:1])) if isinstance(train, tuple) else None
+    if sample is None:
+        with random_numbers_of(config.seed, 0, 0):
+            sample = default_collate([train[0]])[0]
+    sample = map_leaves(sample, lambda tensor: tensor.float() / 255 if tensor.dtype == torch.uint8 else tensor)
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            call(copy.deepcopy(module).cpu().train(), sample)
+    except ValueError as problem:
+        if "more than 1 value per channel" not in str(problem):
+            return
+        fewer = f"fewer shards (--shards {rest // 2}), " if rest > 1 else ""
+        raise ConfigError(
+            f"Some shards have one sample only, which is too few for batch norm ({problem}): {num_train} samples in "
+            f"batches of {config.batch_size} leave a batch of {rest} for {config.num_shards} shards. Use {fewer}"
+            f"another batch size, or the whole batch's statistics (--batch-norm sync)."
+        ) from problem
+    except Exception:  # whatever else is wrong with the model is said when it is trained, with the rank and the line
+        return
 
 
 def load(module: nn.Module, weights: dict[str, Array]) -> None:

@@ -1,0 +1,144 @@
+"""A model and data of the user's own, from the command line."""
+
+import json
+
+import pytest
+
+FILE = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+def make_model():
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3))
+
+def make_data():
+    generator = torch.Generator().manual_seed(0)
+    X, y = torch.rand(90, 6, generator=generator), torch.randint(3, (90,), generator=generator)
+    return (X[:64], y[:64]), (X[64:], y[64:])
+
+def smooth(output, y):
+    return F.cross_entropy(output, y, reduction="none", label_smoothing=0.1)
+
+def adam(params):
+    return torch.optim.Adam(params, lr=1e-2)
+
+number = 5
+"""
+
+
+@pytest.fixture
+def own(lockstep, tmp_path, monkeypatch):
+    """Runs a command in a folder with a file of the user's own."""
+    (tmp_path / "own_file.py").write_text(FILE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(__import__("sys").modules, "own_file", raising=False)
+    return lockstep
+
+
+MINE = ("--model", "own_file:make_model", "--data", "own_file:make_data", "--batch-size", 32)
+HOW = ("--optimizer", "adamw", "--lr", "1e-3", "--weight-decay", "0.01", "--warmup", 3, "--schedule", "cosine")
+
+
+def test_an_own_model_and_data_train_the_same_on_any_devices_and_are_evaluated_again(own, tmp_path):
+    answers = [
+        own("train", *MINE, *HOW, "--epochs", 2, "--devices", k, "--out", f"run{k}", "--json") for k in (1, 2, 4)
+    ]
+    assert [answer.status for answer in answers] == [0, 0, 0], answers[0].err
+    assert len({answer.json["weights_sha256"] for answer in answers}) == 1
+    assert len({answer.json["buffers_sha256"] for answer in answers}) == 1
+    assert "Sequential (99 parameters) on own_file:make_data (64 training and 26 test samples)" in answers[0].err
+    assert "adamw, lr 0.001, weight decay 0.01, warm-up 3, cosine, exchange sharded" in answers[0].err
+    assert "peak memory: cpu " in answers[0].err
+    again = [own("evaluate", "run1", *MINE[:4], "--devices", k, "--json") for k in (1, 3, 11)]
+    assert len({json.dumps(answer.json["metrics"]) for answer in again}) == 1
+    assert again[0].json["metrics"] == answers[0].json["metrics"]
+    assert again[0].json["weights_sha256"] == answers[0].json["weights_sha256"]
+
+
+def test_a_record_does_not_decide_what_code_is_run(own, tmp_path):
+    own("train", *MINE, "--epochs", 1, "--out", "run")
+    refused = own("evaluate", "run")
+    assert refused.status == 2
+    assert refused.err == (
+        "lockstep: The model of the run in run is code of your own, own_file:make_model. A record does not decide what "
+        "code is run: add --model own_file:make_model.\n"
+    )
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    (tmp_path / "evil.py").write_text("open('broken-in', 'w')")
+    for name in ("model", "data", "loss"):
+        (tmp_path / "run" / "config.json").write_text(json.dumps({**config, "model": "lenet", name: "evil:f"}))
+        assert own("evaluate", "run").status == 2
+    assert not (tmp_path / "broken-in").exists()
+
+
+def test_loss_and_optimizer_of_ones_own(own):
+    answer = own("train", *MINE, "--loss", "own_file:smooth", "--optimizer", "own_file:adam", "--epochs", 1, "--json")
+    assert answer.status == 0, answer.err
+    assert answer.json["test_accuracy"] is None
+    assert set(answer.json["metrics"]) == {"loss"}
+    assert "lr " not in answer.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--model", "own_file:missing"), "own_file has no missing for the model. It has: "),
+        (("--model", "own_file:number"), "The model is a int. Give a torch.nn.Module, or a function that makes one."),
+        (("--data", "own_file:number"), "The data own_file:number is a int. Name a function that gives the data."),
+        (("--optimizer", "adamm"), "There is no optimizer called 'adamm'. Did you mean 'adam'?"),
+        (("--schedule", "cosin"), "There is no schedule called 'cosin'. Did you mean 'cosine'?"),
+        (("--momentum", "1.5"), "A momentum of 1.5 does not settle."),
+        (("--optimizer", "adam", "--momentum", "0.5"), "Momentum belongs to sgd, and the optimizer is adam."),
+        (("--weight-decay", "-1"), "A weight decay of -1 is none."),
+        (("--clip-norm", "0"), "Gradients cannot be clipped to a norm of 0."),
+        (("--warmup", "-1"), "A warm-up of -1 steps cannot be."),
+        (("--workers", "-1"), "-1 workers cannot load samples."),
+        (("--precision", "fp8"), "There is no precision called 'fp8'."),
+        (("--batch-norm", "global"), "There is no kind of batch norm called 'global'."),
+        (("--backend", "numpy"), "own_file:make_model is a module of torch, and the backend is numpy."),
+    ],
+)
+def test_what_cannot_be_is_status_2_in_one_line_and_nothing_is_written(own, tmp_path, arguments, sentence):
+    answer = own("train", *MINE, "--epochs", 1, *arguments)
+    assert answer.status == 2
+    assert answer.err.startswith(f"lockstep: {sentence}")
+    assert len(answer.err.splitlines()) == 1
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("model", ["lenet-bn", "mlp"])
+def test_built_in_models_train_and_are_evaluated(lockstep, tiny, model):
+    answer = lockstep("train", "--model", model, "--data", tiny, "--lr", 0.05, "--epochs", 1, "--out", "run", "--json")
+    assert answer.status == 0, answer.err
+    again = [lockstep("evaluate", "run", "--devices", k, "--json").json for k in (1, 3)]
+    assert again[0]["metrics"] == again[1]["metrics"] == answer.json["metrics"]
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw"])
+def test_lenet_in_every_framework_has_the_same_optimizers(lockstep, few, optimizer):
+    settings = (
+        "--data",
+        few,
+        "--batch-size",
+        8,
+        "--epochs",
+        1,
+        "--optimizer",
+        optimizer,
+        "--clip-norm",
+        1,
+        "--warmup",
+        2,
+    )
+    for backend in ("torch", "numpy"):
+        answers = [lockstep("train", *settings, "--backend", backend, "--devices", k, "--json") for k in (1, 3)]
+        assert [answer.status for answer in answers] == [0, 0], answers[0].err
+        assert answers[0].json["weights_sha256"] == answers[1].json["weights_sha256"]
+
+
+def test_what_lenet_does_not_know_is_said(lockstep, few):
+    for option, value in (("--batch-norm", "sync"), ("--precision", "bf16"), ("--loss", "mse")):
+        answer = lockstep("train", "--data", few, "--batch-size", 8, option, value)
+        assert answer.status == 2
+        assert f"lenet is written for every framework, and knows no {option} {value}." in answer.err

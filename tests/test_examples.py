@@ -1,0 +1,46 @@
+"""The examples: short enough to copy, and run on small data."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
+
+
+def load(name):
+    path = next(path for path in EXAMPLES if path.stem == name)
+    spec = importlib.util.spec_from_file_location(f"example_{name}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_has_at_most_60_lines(path):
+    assert len(path.read_text().splitlines()) <= 60
+
+
+def test_there_are_three():
+    assert [path.stem for path in EXAMPLES] == ["char_transformer", "own_cnn", "resnet18_cosine"]
+
+
+def test_own_cnn_gives_one_hash(capsys):
+    assert len(load("own_cnn").main(num_epochs=1)) == 1
+    assert "1 hash for three numbers of devices" in capsys.readouterr().out
+
+
+def test_resnet18_with_momentum_cosine_and_random_flips():
+    arguments = ["--data", "fashion-mnist-mini", "--epochs", "1", "--width", "4", "--batch-size", "500"]
+    main = load("resnet18_cosine").main
+    results = [main([*arguments, "--devices", devices]) for devices in ("1", "cpu:0,cpu:1")]
+    assert results[0].weights_sha256 == results[1].weights_sha256
+    assert results[0].steps == 4
+
+
+def test_the_transformer_learns_a_text_and_writes_on(tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 60)
+    result = load("char_transformer").main(str(text), num_epochs=8, width=32)
+    assert result.history[-1].train_loss < 0.6 * result.history[0].train_loss
+    assert capsys.readouterr().out.splitlines()[-1].startswith("the quick brown fox ")
