@@ -63,7 +63,7 @@ def test_tokens_and_classes_are_counted():
         ((X, Y[:3]), "mine: samples and targets of the training data have the lengths 3, 4."),
         ((X[:0], Y[:0]), "mine: samples and targets of the training data have the lengths 0."),
         ((np.full((4, 3), np.nan), Y), "mine: the training samples hold NaN"),
-        ((X, Y * np.inf), "mine: the training targets hold NaN"),
+        ((X, np.full(4, np.inf)), "mine: the training targets hold NaN"),
         ((np.array(["a", "b"]), Y[:2]), "mine: the training samples are <U1 of shape (2,)."),
         ((np.float32(3), Y), "mine: the training samples are float32 of shape ()."),
         (
@@ -75,7 +75,7 @@ def test_tokens_and_classes_are_counted():
     ],
 )
 def test_what_does_not_fit_is_refused(given, sentence):
-    with pytest.raises(DataError) as refused, np.errstate(invalid="ignore"):
+    with pytest.raises(DataError) as refused:
         dataset_of_arrays(given, "mine")
     assert str(refused.value).startswith(sentence)
 
