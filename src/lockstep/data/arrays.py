@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.data.dataset import Dataset, Samples, leaves_of, map_leaves
+from lockstep.data.dataset import Dataset, Samples, leaves_of
 from lockstep.errors import DataError
 from lockstep.layout import Array
 
@@ -47,10 +47,8 @@ def _checked(part: Any, name: str, kind: str) -> tuple[Samples, Samples]:
             f"{name}: the {kind} data is a {type(part).__name__}. Give a name, (X, y), ((X, y), (X_test, y_test)), or "
             f"a data set with __len__ and __getitem__."
         )
-    X = map_leaves(part[0], lambda array: _as_array(array, f"{name}: the {kind} samples", labels=False))
-    y = map_leaves(
-        _as_list_of_numbers(part[1]), lambda array: _as_array(array, f"{name}: the {kind} targets", labels=True)
-    )
+    X = _mapped(part[0], f"{name}: the {kind} samples", labels=False)
+    y = _mapped(part[1], f"{name}: the {kind} targets", labels=True)
     lengths = sorted({len(array) for array in leaves_of(X) + leaves_of(y)})
     if len(lengths) != 1 or lengths[0] == 0:
         raise DataError(
@@ -60,16 +58,22 @@ def _checked(part: Any, name: str, kind: str) -> tuple[Samples, Samples]:
     return X, y
 
 
-def _as_list_of_numbers(targets: Any) -> Any:
-    """A plain list of numbers is one array of targets, not a list of arrays."""
-    is_numbers = isinstance(targets, list) and all(isinstance(entry, (int, float)) for entry in targets)
-    return np.asarray(targets) if is_numbers else targets
+def _mapped(given: Any, where: str, labels: bool) -> Samples:
+    """Tuples and dicts are parts of a sample; a list is one array, with an entry for each sample."""
+    match given:
+        case dict():
+            return {name: _mapped(part, where, labels) for name, part in given.items()}
+        case tuple():
+            return tuple(_mapped(part, where, labels) for part in given)
+        case _:
+            return _as_array(given, where, labels)
 
 
 def _as_array(given: Any, where: str, labels: bool) -> Array:
     """Whole numbers of 64 bits, float32, or bytes; other kinds are refused."""
-    if hasattr(given, "detach"):  # a tensor of a framework that tracks gradients
-        given = given.detach().cpu()
+    if isinstance(given, list):
+        given = [_without_gradient(entry) for entry in given]
+    given = _without_gradient(given)
     try:
         array: Array = np.asarray(given)
     except Exception as problem:
@@ -86,3 +90,11 @@ def _as_array(given: Any, where: str, labels: bool) -> Array:
             raise DataError(f"{where} hold {array.max()}, which does not fit into 64 bits with a sign.")
         array = array.astype(np.int64)
     return np.ascontiguousarray(array)
+
+
+def _without_gradient(given: Any) -> Any:
+    """What numpy can read of a tensor of a framework that tracks gradients; other things as they are."""
+    if not hasattr(given, "detach"):
+        return given
+    tensor = given.detach().cpu()
+    return tensor.float() if "bfloat16" in str(tensor.dtype) else tensor  # numpy has no bfloat16
