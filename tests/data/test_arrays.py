@@ -18,7 +18,7 @@ X, Y = np.ones((4, 3)), np.arange(4)
         (X.astype(np.float16), "float32", "int64"),
         (X.astype(np.uint8), "uint8", "int64"),
         (X.astype(np.int32), "int64", "int64"),
-        (X.astype(bool), "int64", "int64"),
+        (X.astype(bool), "bool", "int64"),
         (torch.ones(4, 3, dtype=torch.float64, requires_grad=True), "float32", "int64"),
         (torch.ones(4, 3, dtype=torch.bfloat16), "float32", "int64"),
     ],
@@ -33,6 +33,7 @@ def test_training_and_test_part():
     data = dataset_of_arrays(((X, Y), (X[:2], Y[:2])), "mine")
     assert (data.num_train, data.num_test, data.num_classes, data.sample_shape) == (4, 2, 4, (3,))
     assert dataset_of_arrays(((X, Y), None), "mine").num_test == 0
+    assert dataset_of_arrays([[X, Y], [X[:2], Y[:2]]], "mine").num_test == 2
 
 
 def test_a_pair_of_inputs_is_no_training_and_test_part():

@@ -37,8 +37,12 @@ def is_two_parts(data: Any) -> bool:
         and len(data) == 2
         and all(part is None or (isinstance(part, (tuple, list)) and len(part) == 2) for part in data)
         and data[0] is not None
-        and not isinstance(data[1], list)  # [0, 1] would be two labels
+        and not (isinstance(data[1], list) and not _has_entries(data[1][0]))  # [0, 1] are two labels
     )
+
+
+def _has_entries(value: Any) -> bool:
+    return isinstance(value, (dict, tuple, list)) or getattr(value, "ndim", 0) > 0
 
 
 def _checked(part: Any, name: str, kind: str) -> tuple[Samples, Samples]:
@@ -70,7 +74,7 @@ def _mapped(given: Any, where: str, labels: bool) -> Samples:
 
 
 def _as_array(given: Any, where: str, labels: bool) -> Array:
-    """Whole numbers of 64 bits, float32, or bytes; other kinds are refused."""
+    """Whole numbers of 64 bits, float32, bytes, or yes and no (a mask); other kinds are refused."""
     if isinstance(given, list):
         given = [_without_gradient(entry) for entry in given]
     given = _without_gradient(given)
@@ -85,7 +89,7 @@ def _as_array(given: Any, where: str, labels: bool) -> Array:
             array = array.astype(np.float32)
         if not np.isfinite(array).all():
             raise DataError(f"{where} hold NaN, or numbers that are infinite in float32. Remove them first.")
-    elif array.dtype != np.uint8 or labels:
+    elif labels or array.dtype not in (np.uint8, np.bool_):
         if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
             raise DataError(f"{where} hold {array.max()}, which does not fit into 64 bits with a sign.")
         array = array.astype(np.int64)
