@@ -29,7 +29,7 @@ from lockstep.exchange.nodes import Node
 from lockstep.given import as_labels, backend_of_batch, batch_of, check_replicas, flat_replicas, layout_of_replica
 from lockstep.models import Forward
 from lockstep.models.lenet import init_lenet, lenet
-from lockstep.replica import FlatReplica, Recipe
+from lockstep.replica import FlatRecipe, FlatReplica
 from lockstep.report.events import Result
 from lockstep.split.batch import part_ranges
 from lockstep.steps import train_step
@@ -168,7 +168,7 @@ def train_batch(
     check_ranks(len(places), num_shards)
     layout = layout_of_replica(device_params[0])
     with InProcess(backend, places, exchange) as engine:
-        recipe = Recipe(backend, net, layout, rule)
+        recipe = FlatRecipe(backend, net, layout, rule)
         replicas = [FlatReplica(recipe, flat) for flat in flat_replicas(engine, layout, device_params)]
         batch, drawn = batch_of(backend, X, y, places), backend.random_state()
         losses = train_step(engine, replicas, 1, batch, num_shards)
@@ -207,6 +207,6 @@ def evaluate_accuracy(
     places = check_replicas(X, device_params, devices)
     layout = layout_of_replica(device_params[0])
     with InProcess(backend, places) as engine:
-        recipe = Recipe(backend, net, layout, Sgd(1.0))
+        recipe = FlatRecipe(backend, net, layout, Sgd(1.0))
         replicas = [FlatReplica(recipe, flat) for flat in flat_replicas(engine, layout, device_params)]
         return measure(engine, replicas, [batch_of(backend, X, y, places)], PIECE)["accuracy"]

@@ -61,6 +61,19 @@ class RunConfig:
     out: Path | None = None  # the folder to record the run in
 
     def __post_init__(self) -> None:
+        for name in (
+            "model",
+            "loss",
+            "optimizer",
+            "schedule",
+            "batch_norm",
+            "precision",
+            "backend",
+            "engine",
+            "exchange",
+        ):
+            if not isinstance(getattr(self, name), str):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}. It must be a name.")
         for name in ("batch_size", "num_epochs", "num_shards", "seed", "warmup", "workers"):
             try:
                 if not (name == "workers" and self.workers is None):

@@ -1,12 +1,15 @@
-"""Objects of the user's own, named on the command line: `package.file:function`."""
+"""Code of the user's own: named on the command line (`package.file:function`), called, and found in a traceback."""
 
 import importlib
 import sys
+import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LockstepError
 
+NOT_THE_USERS = (sysconfig.get_path("stdlib"), str(Path(__file__).parent), "<")
 OWN = "; or one of your own: package.file:function"
 
 
@@ -50,6 +53,34 @@ def load_named(name: str, what: str) -> Any:
             raise ConfigError(f"{module} has no {part} for the {what}. It has: {', '.join(offers) or 'nothing'}.")
         found = getattr(found, part)
     return found
+
+
+def called(function: Callable[..., Any], what: str, *arguments: Any) -> Any:
+    """What the user's function gives; the error names it, and the user's own line.
+
+    >>> called(lambda: 1 / 0, "data")
+    Traceback (most recent call last):
+    lockstep.errors.ConfigError: The function for the data failed: ZeroDivisionError: division by zero
+    """
+    try:
+        return function(*arguments)
+    except LockstepError:
+        raise
+    except Exception as problem:
+        where = user_source_line(problem)
+        at = f" (at {where})" if where else ""
+        raise ConfigError(f"The function for the {what} failed: {type(problem).__name__}: {problem}{at}") from problem
+
+
+def user_source_line(error: BaseException) -> str:
+    """`file:line` of the last place in the user's own code that `error` went through, or nothing."""
+    where, trace = "", error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if not file.startswith(NOT_THE_USERS) and not {"site-packages", "dist-packages"} & set(Path(file).parts):
+            where = f"{file}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return where
 
 
 def name_of(value: Any) -> str:

@@ -1,6 +1,5 @@
 """From a run's settings to what they stand for; everything is found before anything is started or written."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from lockstep.backends import Backend, devices_for, load_backend
@@ -13,7 +12,7 @@ from lockstep.engines import ENGINES, Engine
 from lockstep.errors import ConfigError
 from lockstep.exchange import EXCHANGES
 from lockstep.models import MODELS, Model
-from lockstep.named import OWN, is_place, load_named
+from lockstep.named import OWN, called, is_place, load_named
 from lockstep.registry import pick
 from lockstep.task import Given, Task, flat_task
 
@@ -61,19 +60,7 @@ def find_model(config: RunConfig, given: Given) -> Any:
         return given.model
     if is_place(config.model):
         return load_named(config.model, "model")
-    found = pick(MODELS, config.model, "model", more=OWN)
-    return BuiltIn(found) if isinstance(found, str) else found
-
-
-class BuiltIn(NamedTuple):
-    """The place of a function that makes a module for a data set."""
-
-    place: str
-
-    def load(self) -> Callable[[Dataset], Any]:
-        """The function."""
-        function: Callable[[Dataset], Any] = load_named(self.place, "model")
-        return function
+    return pick(MODELS, config.model, "model", more=OWN)
 
 
 def find_data(config: RunConfig, given: Given, progress: Progress) -> Any:
@@ -83,7 +70,7 @@ def find_data(config: RunConfig, given: Given, progress: Progress) -> Any:
         function = load_named(name, "data")
         if not callable(function):
             raise ConfigError(f"The data {name} is a {type(function).__name__}. Name a function that gives the data.")
-        data = function()
+        data = called(function, "data")
     if data is None:
         return load_dataset(name, config.data_dir, progress)
     if isinstance(data, str):
@@ -97,6 +84,6 @@ def is_loaded_one_by_one(data: Any) -> bool:
     """Whether `data` is something with `__getitem__` of its own, or a pair of such, and not arrays."""
     parts = data if isinstance(data, (tuple, list)) else [data]
     return any(
-        not isinstance(part, (tuple, list, dict, str)) and not hasattr(part, "dtype") and part is not None
+        part is not None and not isinstance(part, (tuple, list, dict, str)) and not hasattr(part, "__array__")
         for part in parts
     )

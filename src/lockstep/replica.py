@@ -13,7 +13,7 @@ from lockstep.update import Rule, State, clipped
 
 
 @dataclass(frozen=True)
-class Recipe:
+class FlatRecipe:
     """How a flat vector is trained: the same for all ranks."""
 
     backend: Backend
@@ -27,7 +27,7 @@ class Recipe:
 class FlatReplica:
     """One rank's parameters as one flat vector. Every framework can train it: nothing is changed in place."""
 
-    def __init__(self, recipe: Recipe, flat: Tensor) -> None:
+    def __init__(self, recipe: FlatRecipe, flat: Tensor) -> None:
         self._recipe, self.flat = recipe, flat
         self._loss_sum = CrossEntropySum(recipe.forward)
         self._state: State = recipe.rule.start(flat)

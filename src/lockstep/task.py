@@ -14,7 +14,7 @@ from lockstep.layout import Array, layout_of
 from lockstep.models import Model
 from lockstep.rates import Rates
 from lockstep.registry import pick
-from lockstep.replica import FlatReplica, Recipe
+from lockstep.replica import FlatRecipe, FlatReplica
 from lockstep.samples import Feed, Samples
 from lockstep.update import RULES
 
@@ -82,7 +82,7 @@ def flat_task(config: RunConfig, backend: Backend, model: Model, data: Dataset, 
     assert config.learning_rate is not None, "a named optimizer has one"
     initial = model.init(config.seed)
     layout = layout_of(initial)
-    recipe = Recipe(
+    recipe = FlatRecipe(
         backend=backend,
         forward=model.forward,
         layout=layout,

@@ -58,13 +58,16 @@ def test_running_statistics_are_those_of_shards_that_come_one_after_the_other(im
     check(net(nn.BatchNorm2d(4, momentum=momentum)), images)
 
 
-def test_instance_norm_keeps_statistics_too(images):
-    module = net(nn.InstanceNorm2d(4, track_running_stats=True))
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_instance_norm_keeps_statistics_too(images, momentum):
+    module = net(nn.ReLU(), nn.InstanceNorm2d(4, track_running_stats=True, momentum=momentum))
+    with torch.no_grad():
+        module[0].bias[0] = -100  # a channel of zeros
     results = [lockstep.train(model=module, data=images, devices=k, **SETTINGS) for k in (1, 3)]
     assert results[0].buffers_sha256 == results[1].buffers_sha256
-    expected = plain_loop(module, images)[1]
-    torch.testing.assert_close(results[0].module[1].running_mean, expected.running_mean, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(results[0].module[1].running_var, expected.running_var, rtol=1e-5, atol=1e-5)
+    expected = plain_loop(module, images)[2]
+    torch.testing.assert_close(results[0].module[2].running_mean, expected.running_mean, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(results[0].module[2].running_var, expected.running_var, rtol=1e-5, atol=1e-5)
 
 
 def test_a_norm_layer_that_is_used_twice_counts_twice(images):
@@ -140,6 +143,95 @@ def test_other_numbers_become_the_mean_over_samples_and_stay_where_all_agree(ima
     trained = results[0].module
     torch.testing.assert_close(trained.average, X[:21].mean((0, 2, 3)), rtol=0, atol=1e-6)
     assert torch.equal(trained.same, torch.full((3,), 0.1).mul_(1.1))
+
+
+class Conditional(nn.Module):
+    """Buffers that only some shards change, that are written to behind PyTorch's back, and that are infinite."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = net()
+        self.register_buffer("calls", torch.tensor(0))
+        self.register_buffer("hidden", torch.zeros(2))
+        self.register_buffer("mask", torch.zeros(3))
+
+    def forward(self, x):
+        if self.training:
+            if x.mean() > 1:
+                self.calls += 1
+            self.hidden.data.mul_(0.9).add_(0.1 * x.mean((0, 2, 3)))
+            self.mask = torch.full((3,), -torch.inf)
+        return self.body(x + self.hidden.mean())
+
+
+def test_buffers_that_some_shards_change_or_that_are_changed_out_of_sight(images):
+    module = Conditional()
+    results = [lockstep.train(model=module, data=images, devices=k, **SETTINGS) for k in (1, 2, 5)]
+    assert len({(result.weights_sha256, result.buffers_sha256) for result in results}) == 1
+    trained = results[0].module
+    assert 0 < int(trained.calls) < 2 * 4 * 8
+    assert float(trained.hidden.min()) > 0
+    assert torch.isneginf(trained.mask).all()
+
+
+def test_a_buffer_that_is_set_later_is_refused(images):
+    class Later(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = net()
+            self.register_buffer("later", None)
+
+        def forward(self, x):
+            self.later = torch.ones(2)
+            return self.body(x)
+
+    with pytest.raises(RunError, match="The buffer later was None, and the model sets it in its forward pass"):
+        lockstep.train(model=Later(), data=images, devices=2, **SETTINGS)
+
+
+@pytest.mark.parametrize("batch_norm", ["shard", "sync"])
+def test_ranks_without_shards_have_the_statistics_too(images, batch_norm):
+    """The last batch has two samples, for two of eight shards: with four devices, two have nothing to do."""
+    X, y = images
+    module = net(nn.BatchNorm2d(4))
+    settings = {**SETTINGS, "batch_norm": batch_norm}
+    results = [
+        lockstep.train(model=module, data=((X[:50], y[:50]), (X, y)), devices=k, **settings) for k in (1, 2, 4, 8)
+    ]
+    assert len({(str(result.history[0].metrics), str(result.metrics)) for result in results}) == 1
+    assert len({(result.weights_sha256, result.buffers_sha256) for result in results}) == 1
+
+
+def test_a_first_batch_that_leaves_ranks_idle(images):
+    X, y = images
+    module = net(nn.BatchNorm2d(4))
+    results = [
+        lockstep.train(model=module, data=((X[:2], y[:2]), (X, y)), devices=k, **{**SETTINGS, "batch_size": 2})
+        for k in (1, 8)
+    ]
+    assert results[0].metrics == results[1].metrics
+
+
+def test_evaluation_leaves_buffers_alone_also_where_the_model_draws(images):
+    class Draws(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = net(nn.BatchNorm2d(4))
+            self.register_buffer("looks", torch.tensor(0.0))
+
+        def forward(self, x):
+            if not self.training:
+                self.looks += 1
+                x = x + 0.1 * torch.randn_like(x) + 0.1 * self.looks
+            return self.body(x)
+
+    module = Draws()
+    results = [lockstep.train(model=module, data=(images, images), devices=k, **SETTINGS) for k in (1, 3)]
+    assert results[0].metrics == results[1].metrics
+    assert float(results[0].module.looks) == 0
+    torch.testing.assert_close(
+        results[0].module.body[1].running_var, plain_loop(module, images).body[1].running_var, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_spectral_norm_trains(images):

@@ -13,7 +13,7 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, Te
 
 import lockstep
 from lockstep.errors import DataError, RunError
-from lockstep.modules.loading import random_numbers_of
+from lockstep.modules.random import random_numbers_of
 
 SETTINGS = {"batch_size": 16, "epochs": 2, "quiet": True}
 
@@ -142,6 +142,55 @@ def test_a_sample_that_cannot_be_loaded_is_named(vectors, kind, sentence, worker
             quiet=True,
         )
     assert nothing_is_left()
+
+
+def test_the_number_of_threads_of_a_worker_does_not_change_a_sum(vectors):
+    class Sums(Own):
+        def __getitem__(self, i):
+            return self.X[i] + torch.linspace(0, 1, 300_000).sum() * 1e-6, int(self.y[i])
+
+    settings = {"model": nn.Linear(6, 3), "data": Sums(vectors), "devices": 1, **SETTINGS}
+    hashes = {lockstep.train(workers=workers, **settings).weights_sha256 for workers in (0, 1)}
+    assert len(hashes) == 1
+
+
+def test_a_data_set_with_a_generator_of_its_own_is_refused(vectors):
+    class Draws(Own):
+        rng = np.random.default_rng(0)
+
+        def __getitem__(self, i):
+            return self.X[i] + self.rng.random(), int(self.y[i])
+
+    with pytest.raises(DataError, match="Sample 0 of the training data is another each time"):
+        lockstep.train(model=nn.Linear(6, 3), data=Draws(vectors), devices=1, workers=0, **SETTINGS)
+
+
+def test_a_worker_that_is_killed_ends_the_run_with_a_sentence(vectors):
+    class Dies(Own):
+        def __getitem__(self, i):
+            if i == 17 and multiprocessing.parent_process() is not None:
+                os._exit(1)
+            return super().__getitem__(i)
+
+    with pytest.raises(RunError, match="The training data cannot be loaded: RuntimeError: DataLoader worker"):
+        lockstep.train(model=nn.Linear(6, 3), data=Dies(vectors), devices=1, workers=2, **SETTINGS)
+    assert nothing_is_left()
+
+
+def test_bytes_of_a_data_set_are_as_they_are(vectors):
+    X, y = (255 * vectors[0]).to(torch.uint8), vectors[1]
+
+    class AsFloat(nn.Linear):
+        def forward(self, x):
+            assert x.dtype == torch.uint8
+            return super().forward(x.float())
+
+    module, whole = AsFloat(6, 3), TensorDataset(X, y)
+    results = [
+        lockstep.train(model=module, data=data, devices=1, workers=0, lr=1e-4, **SETTINGS)
+        for data in (whole, Subset(whole, range(40)))
+    ]
+    assert results[0].weights_sha256 == results[1].weights_sha256
 
 
 class Stream(IterableDataset):

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from lockstep.errors import ConfigError
-from lockstep.modules.losses import LOSSES, METRICS, first
+from lockstep.modules.losses import LOSSES, METRICS, first, summed
 
 
 def test_cross_entropy_of_sequences_is_a_mean_over_positions():
@@ -31,6 +31,27 @@ def test_differences_are_means_over_a_samples_numbers(name, function, shape):
 def test_a_column_is_compared_with_a_vector_entry_by_entry(name):
     predicted, y = torch.rand(6, 1), torch.rand(6)
     torch.testing.assert_close(LOSSES[name](predicted, y), LOSSES[name](predicted[:, 0], y))
+
+
+def test_positions_with_the_label_minus_100_do_not_count():
+    scores, y = torch.randn(1, 7, 5), torch.randint(7, (1, 5))
+    y[0, 2:] = -100
+    torch.testing.assert_close(LOSSES["cross_entropy"](scores, y)[0], F.cross_entropy(scores, y))
+    expected = (scores[:, :, :2].argmax(1) == y[:, :2]).double().mean(1)
+    torch.testing.assert_close(METRICS["accuracy"](scores, y), expected)
+
+
+def test_soft_labels():
+    scores, y = torch.randn(4, 3), torch.rand(4, 3).softmax(1)
+    torch.testing.assert_close(LOSSES["cross_entropy"](scores, y).mean(), F.cross_entropy(scores, y))
+    torch.testing.assert_close(METRICS["accuracy"](scores, y), (scores.argmax(1) == y.argmax(1)).double())
+
+
+def test_sums_are_not_made_in_low_precision():
+    values = torch.full((1000,), 1.01, dtype=torch.bfloat16)
+    total = summed(lambda output, y: values, "loss", None, None, 1000)
+    assert total.dtype == torch.float32
+    assert float(total) == pytest.approx(1000 * float(values[0]), rel=1e-6)
 
 
 def test_bce_takes_whole_numbers():

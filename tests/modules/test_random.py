@@ -1,5 +1,8 @@
 """Random numbers inside a model depend on their key, and leave the process's own stream alone."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -7,8 +10,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
-from lockstep.errors import RankError
-from lockstep.modules.random import KeyedRandom, NoDraws, shard_seed, surely_draws
+from lockstep.errors import RankError, RunError
+from lockstep.modules.random import KeyedRandom, NoDraws, shard_seed
 
 CPU = torch.device("cpu")
 X = torch.rand(4, 6, 8)
@@ -67,11 +70,21 @@ def test_what_is_drawn_depends_on_the_seed_only(draw):
     torch.set_rng_state(before)
 
 
-def test_a_generator_of_the_users_own_is_the_users():
-    keyed = KeyedRandom(CPU)
+def test_a_generator_that_the_model_seeds_itself_is_as_good_as_a_key():
+    generator = torch.Generator()
+    with KeyedRandom(CPU).start(1):
+        mine = torch.rand(3, generator=generator.manual_seed(5))
+        more = torch.rand(3, generator=generator)
+    expected = torch.rand(6, generator=torch.Generator().manual_seed(5))
+    assert torch.equal(torch.cat([mine, more]), expected)
+
+
+def test_a_generator_that_goes_on_from_shard_to_shard_is_refused():
+    keyed, generator = KeyedRandom(CPU), torch.Generator().manual_seed(5)
     with keyed.start(1):
-        mine = torch.rand(3, generator=torch.Generator().manual_seed(5))
-    assert torch.equal(mine, torch.rand(3, generator=torch.Generator().manual_seed(5)))
+        torch.rand(3, generator=generator)
+    with keyed.start(2), pytest.raises(RuntimeError, match="draws from a generator of its own, which goes on"):
+        torch.rand(3, generator=generator)
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
@@ -90,11 +103,51 @@ def test_seeds_differ_for_every_part_of_the_key():
     assert len(seeds) == 4 * 20 * 8
 
 
-def test_layers_with_dropout_are_known_to_draw():
-    assert surely_draws(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)))
-    assert surely_draws(GRU)
-    assert surely_draws(ATTENTION)
-    assert not surely_draws(nn.Sequential(nn.Dropout(0.0), nn.GRU(2, 2), nn.MultiheadAttention(2, 1)))
+def test_fused_dropout_without_a_mode_is_that_of_training():
+    with KeyedRandom(CPU).start(3):
+        out, _ = torch.native_dropout(torch.ones(100), 0.5, None)
+    assert 0 < int((out == 0).sum()) < 100
+
+
+@pytest.mark.parametrize(("source", "draw"), [("Python's random", random.random), ("numpy.random", np.random.rand)])
+def test_random_numbers_that_nobody_can_key_are_refused(vectors, source, draw):
+    class Draws(nn.Linear):
+        def forward(self, x):
+            return super().forward(x * (draw() if self.training else 1.0))
+
+    with pytest.raises(RunError, match=f"While the model was computed, somebody drew from {source}"):
+        lockstep.train(model=Draws(6, 3), data=vectors, devices=2, batch_size=16, epochs=1, quiet=True)
+
+
+def test_an_optimizer_that_draws_is_keyed_by_the_step(vectors):
+    class Langevin(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            with torch.no_grad():
+                for group in self.param_groups:
+                    for param in group["params"]:
+                        param.add_(0.01 * torch.randn_like(param))
+
+    module = nn.Linear(6, 3)
+    settings = {"data": vectors, "batch_size": 16, "epochs": 1, "quiet": True}
+    hashes = {
+        lockstep.train(model=module, devices=k, optimizer=lambda p: Langevin(p, 0.1), **settings).weights_sha256
+        for k in (1, 2, 3)
+    }
+    assert len(hashes) == 1
+
+
+def test_a_model_that_seeds_the_process_in_forward_keeps_the_bits(vectors):
+    class Seeds(nn.Linear):
+        def forward(self, x):
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                return super().forward(x + torch.randn_like(x))
+
+    module = Seeds(6, 3)
+    settings = {"data": (vectors, vectors), "batch_size": 16, "epochs": 2, "quiet": True}
+    results = [lockstep.train(model=module, devices=k, **settings) for k in (1, 2, 4)]
+    assert len({(result.weights_sha256, str(result.metrics)) for result in results}) == 1
 
 
 def test_nothing_may_be_drawn_on_the_way_back():

@@ -63,6 +63,61 @@ def test_weights_and_statistics_are_those_of_a_loop_without_shards(images):
     assert threading.active_count() == 1
 
 
+class Remembers(nn.Module):
+    """Keeps something in an attribute from one norm layer to the next."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 8), nn.BatchNorm1d(8, affine=False)
+        self.relu, self.c, self.out = nn.ReLU(inplace=True), nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        self.skip = self.a(x.flatten(1))
+        x = self.c(self.relu(self.b(self.skip)))
+        return self.out(x + self.skip)
+
+
+def test_what_a_shard_keeps_in_an_attribute_is_its_own(images):
+    module = Remembers()
+    results = [lockstep.train(model=module, data=images, devices=k, **SETTINGS) for k in (1, 2, 4, 8)]
+    assert len({(result.weights_sha256, result.buffers_sha256) for result in results}) == 1
+    expected = plain_loop(module, images).state_dict()
+    for name, tensor in results[0].module.state_dict().items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-4)
+
+
+def test_a_norm_layer_with_more_to_it_is_refused(images):
+    class NormAct(nn.BatchNorm1d):
+        def forward(self, x):
+            return super().forward(x).relu()
+
+    module = nn.Sequential(nn.Flatten(), NormAct(64), nn.Linear(64, 3))
+    with pytest.raises(RunError, match="1 is a NormAct, a batch norm with a forward pass of its own"):
+        lockstep.train(model=module, data=images, devices=2, **SETTINGS)
+    assert threading.active_count() == 1
+
+
+def test_a_model_that_catches_everything_does_not_hang(images):
+    class Catches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.again, self.out = nn.BatchNorm1d(64), nn.BatchNorm1d(64), nn.Linear(64, 3)
+
+        def forward(self, x):
+            x = x.flatten(1)
+            if x[0, 0] > 1.5:
+                raise ValueError("this one not")
+            try:
+                x = self.norm(x)
+            except BaseException:
+                x = self.again(x)
+            return self.out(x)
+
+    with pytest.raises(RankError, match="ValueError: this one not"):
+        lockstep.train(model=Catches(), data=images, devices=1, **SETTINGS)
+    assert threading.active_count() == 1
+
+
 def test_dropout_between_norm_layers_is_keyed_by_the_shard(images):
     module = nn.Sequential(
         nn.Flatten(),

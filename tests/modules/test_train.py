@@ -211,22 +211,54 @@ def test_dropout_depends_on_seed_step_and_shard(vectors):
 
 
 def test_random_numbers_of_the_models_own_are_keyed_too(vectors):
-    class Noisy(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.calls = nn.Linear(6, 3), 0
-
-        def forward(self, x):
-            self.calls += 1
-            return self.a(x + torch.randn_like(x)) if self.calls > 3 else self.a(x)  # not from the first shard on
-
-    same_for_every_k(nn.Sequential(nn.Linear(6, 6), NoisyAlways(), nn.Linear(6, 3)), vectors)
-    lockstep.train(model=Noisy(), data=vectors, devices=2, **SMALL)
+    same_for_every_k(nn.Sequential(nn.Linear(6, 6), Noisy(), nn.Linear(6, 3)), vectors)
 
 
-class NoisyAlways(nn.Module):
+class Noisy(nn.Module):
     def forward(self, x):
         return x + 0.1 * torch.rand(x.shape) * torch.bernoulli(torch.full_like(x, 0.5))
+
+
+def test_parameters_that_the_optimizer_does_not_have_stay_and_do_not_pile_up(vectors):
+    module = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
+    result = same_for_every_k(module, vectors, optimizer=lambda p: torch.optim.SGD(p[:2], 0.1), clip_norm=0.1)
+    assert torch.equal(result.module[1].weight, module[1].weight)
+    X, y = vectors
+    one = lockstep.train(
+        model=module,
+        data=vectors,
+        devices=1,
+        optimizer=lambda p: torch.optim.SGD(p[:2], 1.0),
+        clip_norm=0.1,
+        batch_size=40,
+        epochs=1,
+        quiet=True,
+    )
+    F.cross_entropy(module(X), y).backward()
+    nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+    torch.testing.assert_close(one.module[0].weight, module[0].weight - module[0].weight.grad, rtol=0, atol=1e-6)
+
+
+def test_a_default_of_float64_does_no_harm(vectors):
+    module = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    usual = lockstep.train(model=module, data=vectors, devices=2, batch_size=20, epochs=1, quiet=True)
+    torch.set_default_dtype(torch.float64)
+    try:
+        other = lockstep.train(model=module, data=vectors, devices=2, batch_size=20, epochs=1, quiet=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert usual.weights_sha256 == other.weights_sha256
+
+
+def test_what_a_function_makes_does_not_depend_on_numpys_or_pythons_numbers(vectors):
+    def make():
+        module = nn.Linear(6, 3)
+        with torch.no_grad():
+            module.bias.fill_(random.random() + np.random.rand())
+        return module
+
+    hashes = {lockstep.train(model=make, data=vectors, devices=1, **SMALL).weights_sha256 for _ in range(2)}
+    assert len(hashes) == 1
 
 
 def test_clipping_is_that_of_the_whole_gradient(vectors):
@@ -358,6 +390,27 @@ ERRORS = [
     ({"optimizer": torch.optim.LBFGS}, ConfigError, "LBFGS computes the model again within a step"),
     ({"optimizer": torch.optim.Adam, "lr": 0.1}, ConfigError, "The optimizer is made by a function"),
     ({"scheduler": lambda o: o, "warmup": 3}, ConfigError, "There is a scheduler, and a schedule or a warm-up too."),
+    (
+        {"optimizer": lambda p: torch.optim.SGD(nn.Linear(1, 1).parameters())},
+        ConfigError,
+        "The function for the optimizer gives it",
+    ),
+    ({"optimizer": lambda p: p.x}, ConfigError, "The function for the optimizer failed: AttributeError: 'list' object"),
+    ({"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau}, ConfigError, "The scheduler is a ReduceLROnPlateau."),
+    ({"scheduler": lambda o: 3}, ConfigError, "The scheduler is a int."),
+    (
+        {"model": lambda: 1 / 0},
+        ConfigError,
+        "The function for the model failed: ZeroDivisionError: division by zero (at ",
+    ),
+    ({"loss": nn.Linear(3, 1)}, ConfigError, "The loss has parameters of its own"),
+    ({"metrics": [lambda o, y: y, lambda o, y: y]}, ConfigError, "Metrics need names of their own."),
+    ({"metrics": {"loss": "mse"}}, ConfigError, "A metric called 'loss' would hide the loss"),
+    (
+        {"model": nn.Embedding(4, 3, max_norm=0.1), "data": (torch.arange(40) % 4, torch.zeros(40, dtype=int))},
+        RunError,
+        "The model changes its parameter weight in the forward pass",
+    ),
     ({"metrics": ["top5"]}, ConfigError, "There is no metric called 'top5'."),
     (
         {"data": (torch.rand(3, 6), torch.zeros(2))},
@@ -386,6 +439,93 @@ def test_what_cannot_be_is_said_in_a_sentence(vectors, wrong, kind, sentence):
         lockstep.train(**settings)
     assert str(refused.value).startswith(sentence)
     assert threading.active_count() == 1
+
+
+def test_a_loss_that_uses_the_module_that_was_given_is_refused(vectors):
+    module = nn.Linear(6, 3)
+
+    def loss(output, y):
+        return F.cross_entropy(output, y, reduction="none") + module.weight.square().sum()
+
+    with pytest.raises(RunError, match="The loss uses the module that you gave, and not the replica"):
+        lockstep.train(model=module, data=vectors, devices=2, loss=loss, **SMALL)
+
+
+class Counter(nn.Linear):
+    def __init__(self):
+        super().__init__(6, 3)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+class OwnStatistics(nn.Linear):
+    """As the text writes batch norm: a tensor that is no buffer."""
+
+    def __init__(self):
+        super().__init__(6, 3)
+        self.moving_mean = torch.zeros(6)
+
+    def forward(self, x):
+        self.moving_mean = 0.9 * self.moving_mean + 0.1 * x.mean(0)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Counter, "calls"), (OwnStatistics, "moving_mean")])
+def test_memory_outside_of_buffers_is_refused(vectors, kind, name):
+    with pytest.raises(RunError, match=f"The model changes its attribute {name} in the forward pass"):
+        lockstep.train(model=kind(), data=vectors, devices=2, **SMALL)
+
+
+def test_what_is_only_kept_to_be_looked_at_is_no_memory(vectors):
+    class Keeps(nn.Linear):
+        def __init__(self):
+            super().__init__(6, 3)
+            self.last, self.auxiliary = None, 0.0
+
+        def forward(self, x):
+            self.last, self.auxiliary = x, x.sum()
+            return super().forward(x)
+
+    same_for_every_k(Keeps(), vectors)
+
+
+def test_a_module_that_cannot_be_copied_is_refused(vectors):
+    class Holds(nn.Linear):
+        def __init__(self):
+            super().__init__(6, 3)
+            self.lock = threading.Lock()
+
+    with pytest.raises(
+        ConfigError, match=r"Holds cannot be copied to each device: cannot pickle '_thread\.lock' object"
+    ):
+        lockstep.train(model=Holds(), data=vectors, devices=2, **SMALL)
+
+
+def test_a_class_with_a_method_called_load_is_a_function_that_makes_a_model(vectors):
+    class Net(nn.Linear):
+        def __init__(self):
+            super().__init__(6, 3)
+
+        @classmethod
+        def load(cls, path):
+            raise NotImplementedError
+
+    lockstep.train(model=Net, data=vectors, devices=1, **SMALL)
+
+
+def test_expanded_buffers_are_taken(vectors):
+    class Expanded(nn.Linear):
+        def __init__(self):
+            super().__init__(6, 3)
+            self.register_buffer("scale", torch.ones(1).expand(6))
+
+        def forward(self, x):
+            return super().forward(x * self.scale)
+
+    same_for_every_k(Expanded(), vectors)
 
 
 def test_sparse_gradients_are_refused(vectors):

@@ -15,7 +15,7 @@ from lockstep.layout import layout_of
 from lockstep.models import CrossEntropySum
 from lockstep.models.lenet import init_lenet, lenet
 from lockstep.prepare import prepare
-from lockstep.replica import FlatReplica, Recipe
+from lockstep.replica import FlatRecipe, FlatReplica
 from lockstep.report.events import EpochDone, RunDone
 from lockstep.split.batch import split_into_shards
 from lockstep.steps import train_step
@@ -94,7 +94,7 @@ def one_step(num_ranks, num_samples=50, num_shards=8, **engine_settings):
     devices = [Device(f"cpu:{rank}") for rank in range(num_ranks)]
     _, _, batch = batch_of(num_samples)
     with InProcess(TORCH, devices, **engine_settings) as engine:
-        recipe, start = Recipe(TORCH, lenet, layout, Sgd(0.5)), layout.flatten(list(params.values()))
+        recipe, start = FlatRecipe(TORCH, lenet, layout, Sgd(0.5)), layout.flatten(list(params.values()))
         replicas = engine.replicate(lambda device: FlatReplica(recipe, TORCH.from_numpy(start.copy(), device)))
         train_step(engine, replicas, 1, batch, num_shards)
         return [TORCH.to_numpy(replica.flat) for replica in replicas]

@@ -1,10 +1,10 @@
-"""Samples that were given as arrays or tensors: (X, y), or ((X, y), (X_test, y_test))."""
+"""Nested that were given as arrays or tensors: (X, y), or ((X, y), (X_test, y_test))."""
 
 from typing import Any
 
 import numpy as np
 
-from lockstep.data.dataset import Dataset, Samples, leaves_of
+from lockstep.data.dataset import Dataset, Nested, leaves_of
 from lockstep.errors import DataError
 from lockstep.layout import Array
 
@@ -45,7 +45,7 @@ def _has_entries(value: Any) -> bool:
     return isinstance(value, (dict, tuple, list)) or getattr(value, "ndim", 0) > 0
 
 
-def _checked(part: Any, name: str, kind: str) -> tuple[Samples, Samples]:
+def _checked(part: Any, name: str, kind: str) -> tuple[Nested, Nested]:
     if not isinstance(part, (tuple, list)) or len(part) != 2:
         raise DataError(
             f"{name}: the {kind} data is a {type(part).__name__}. Give a name, (X, y), ((X, y), (X_test, y_test)), or "
@@ -62,7 +62,7 @@ def _checked(part: Any, name: str, kind: str) -> tuple[Samples, Samples]:
     return X, y
 
 
-def _mapped(given: Any, where: str, labels: bool) -> Samples:
+def _mapped(given: Any, where: str, labels: bool) -> Nested:
     """Tuples and dicts are parts of a sample; a list is one array, with an entry for each sample."""
     match given:
         case dict():

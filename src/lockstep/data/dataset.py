@@ -9,7 +9,7 @@ import numpy as np
 from lockstep.errors import DataError
 from lockstep.layout import Array, sha256_of
 
-Samples = Any  # an array with samples first, or a tuple, list or dict of such
+Nested = Any  # an array with samples first, or a tuple, list or dict of such
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,10 @@ class Dataset:
     """
 
     name: str
-    X_train: Samples
-    y_train: Samples
-    X_test: Samples | None = None
-    y_test: Samples | None = None
+    X_train: Nested
+    y_train: Nested
+    X_test: Nested | None = None
+    y_test: Nested | None = None
 
     @property
     def num_train(self) -> int:
@@ -58,7 +58,7 @@ class Dataset:
         return 0 if leaves_of(self.X_train)[0].dtype == np.uint8 else _largest(self.X_train, self.X_test) + 1
 
 
-def leaves_of(samples: Samples | None) -> list[Array]:
+def leaves_of(samples: Nested | None) -> list[Array]:
     """The arrays in `samples`, in order."""
     match samples:
         case None:
@@ -71,7 +71,7 @@ def leaves_of(samples: Samples | None) -> list[Array]:
             return [samples]
 
 
-def map_leaves(samples: Samples, function: Callable[[Any], Any]) -> Any:
+def map_leaves(samples: Nested, function: Callable[[Any], Any]) -> Any:
     """`samples` with `function` applied to each array; tuples, lists and dicts stay what they are."""
     match samples:
         case dict():
@@ -84,7 +84,7 @@ def map_leaves(samples: Samples, function: Callable[[Any], Any]) -> Any:
             return function(samples)
 
 
-def _largest(*parts: Samples | None) -> int:
+def _largest(*parts: Nested | None) -> int:
     arrays = [array for part in parts for array in leaves_of(part)]
     return max(int(array.max()) for array in arrays) if all(array.dtype.kind in "iu" for array in arrays) else -1
 

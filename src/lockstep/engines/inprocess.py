@@ -26,12 +26,12 @@ from lockstep.engines.rank import (
     is_out_of_memory,
     take_part,
     total_of,
-    user_source_line,
     what_would_fit,
 )
 from lockstep.errors import LockstepError, OutOfMemory, RankError
 from lockstep.exchange import schedule_for
 from lockstep.layout import Array
+from lockstep.named import user_source_line
 from lockstep.split.ranks import split_over_ranks
 
 

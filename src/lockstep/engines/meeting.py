@@ -16,15 +16,15 @@ class Meeting:
         self._brought: dict[tuple[int, int], tuple[str, list[Tensor]]] = {}  # (round, rank)
         self._num_rounds = [0] * num_ranks
 
-    def meet(self, place: int, device: Device, what: str, own: list[Tensor]) -> list[Tensor]:
+    def meet(self, number: int, device: Device, what: str, own: list[Tensor]) -> list[Tensor]:
         """All shards' tensors in shard order, on `device`. `what` must be the same for all ranks."""
-        number = self._num_rounds[place]
-        self._num_rounds[place] += 1
-        self._brought[number, place] = what, own
+        round_ = self._num_rounds[number]
+        self._num_rounds[number] += 1
+        self._brought[round_, number] = what, own
         self._backend.synchronize(device)  # whoever copies must find them finished
         self._barrier.wait()
-        met = [self._brought[number, other] for other in range(len(self._num_rounds))]
-        self._brought.pop((number - 1, place), None)  # by now everybody has copied the round before
+        met = [self._brought[round_, other] for other in range(len(self._num_rounds))]
+        self._brought.pop((round_ - 1, number), None)  # by now everybody has copied the round before
         for other, _ in met:
             if other != what:
                 raise RunError(

@@ -1,10 +1,8 @@
 """What one rank does in each phase of a step; every engine runs the same functions."""
 
-import sysconfig
 import threading
 import traceback
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.backends import Backend, Tensor
@@ -13,8 +11,6 @@ from lockstep.engines.engine import Batch, Leaf, Meet, Replica, Shard
 from lockstep.exchange.nodes import Node, maximal_nodes, sum_of
 from lockstep.exchange.schedule import Round, Schedule
 from lockstep.split.batch import part_ranges
-
-NOT_THE_USERS = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]), "<")
 
 
 class OwnShards(NamedTuple):
@@ -121,14 +117,3 @@ def total_of(backend: Backend, held: Held, schedule: Schedule) -> Tensor:
     """The rank's total, in one piece, once the rounds are over."""
     chunks = [held[chunk, node] for chunk, node in enumerate(schedule.totals)]
     return chunks[0] if len(chunks) == 1 else backend.concat(chunks)
-
-
-def user_source_line(error: BaseException) -> str:
-    """`file:line` of the last place in the user's own code that `error` went through, or nothing."""
-    where, trace = "", error.__traceback__
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if not file.startswith(NOT_THE_USERS) and not {"site-packages", "dist-packages"} & set(Path(file).parts):
-            where = f"{file}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return where

@@ -1,15 +1,15 @@
 """Models by name."""
 
 from lockstep.models.lenet import LENET
-from lockstep.models.model import CrossEntropySum, Forward, Model
+from lockstep.models.model import BuiltIn, CrossEntropySum, Forward, Model
 
-__all__ = ["MODELS", "CrossEntropySum", "Forward", "Model"]
+__all__ = ["MODELS", "BuiltIn", "CrossEntropySum", "Forward", "Model"]
 
-# A model for every framework, or the place of a module; `--model` takes places of your own too.
-MODELS: dict[str, Model | str] = {
+# `--model` takes package.file:function of your own too.
+MODELS: dict[str, Model | BuiltIn] = {
     "lenet": LENET,
-    "lenet-bn": "lockstep.modules.lenet_bn:lenet_bn",
-    "mlp": "lockstep.modules.mlp:mlp",
-    "resnet18": "lockstep.modules.resnet18:resnet18",
-    "transformer": "lockstep.modules.transformer:transformer",
+    "lenet-bn": BuiltIn("lockstep.modules.lenet_bn:lenet_bn"),
+    "mlp": BuiltIn("lockstep.modules.mlp:mlp"),
+    "resnet18": BuiltIn("lockstep.modules.resnet18:resnet18"),
+    "transformer": BuiltIn("lockstep.modules.transformer:transformer"),
 }

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from lockstep.backends import Tensor, backend_of
 from lockstep.data import Dataset
 from lockstep.errors import ConfigError
 from lockstep.layout import Array
+from lockstep.named import load_named
 
 Forward = Callable[[Tensor, list[Tensor]], Tensor]  # (X, params) -> one row of class scores for each sample
 
@@ -42,6 +44,17 @@ class Model:
                 f"{self.name} tells {self.num_classes} classes apart, and {data.name} has labels up to "
                 f"{data.num_classes - 1}."
             )
+
+
+class BuiltIn(NamedTuple):
+    """A model that is a module of one framework: the place of a function that makes it for a data set."""
+
+    place: str
+
+    def load(self) -> Callable[[Dataset], Any]:
+        """The function."""
+        function: Callable[[Dataset], Any] = load_named(self.place, "model")
+        return function
 
 
 @dataclass(frozen=True)  # equal for equal models, so that who captures it captures it once

@@ -16,17 +16,19 @@ Row = dict[str, Tensor]  # the buffers that a shard changed, by name; "" are the
 
 
 class Buffers:
-    """The buffers of one replica's module. With `is_sync`, statistics of batch norm are somebody else's."""
+    """The buffers of one replica's module. With `is_sync`, statistics of batch norm are those of the whole batch."""
 
     def __init__(self, module: nn.Module, is_sync: bool) -> None:
         self._is_sync = is_sync
-        self._statistics = Statistics([] if is_sync else norms_of(module))
-        self._others = {
-            f"{prefix}.{short}" if prefix else short: Other(owner, short)
+        self._statistics = Statistics(norms_of(module), is_sync)
+        places = [
+            (f"{prefix}.{short}" if prefix else short, owner, short)
             for prefix, owner in module.named_modules()
-            for short, buffer in owner._buffers.items()
-            if buffer is not None and not keeps_statistics(owner)
-        }
+            for short in owner._buffers
+            if not keeps_statistics(owner)
+        ]
+        self._others = {name: Other(owner, at) for name, owner, at in places if owner._buffers[at] is not None}
+        self._unset = [(name, owner, at) for name, owner, at in places if owner._buffers[at] is None]
 
     def start_step(self) -> None:
         """Remembers what all shards start from."""
@@ -35,11 +37,21 @@ class Buffers:
     def start_shard(self) -> None:
         """Puts the buffers back to where the step began."""
         self._statistics.start_shard()
+        self.restore()
+
+    def restore(self) -> None:
+        """Puts back all buffers that are not a norm layer's."""
         for other in self._others.values():
             other.restore()
 
-    def row(self) -> Row | None:
+    def row(self) -> Row:
         """What the shard that has just been computed made of them."""
+        for name, owner, short in self._unset:
+            if owner._buffers[short] is not None:
+                raise RunError(
+                    f"The buffer {name} was None, and the model sets it in its forward pass: shards cannot be merged "
+                    f"into what was not there. Register it with a tensor."
+                )
         row = {name: other.changed_to() for name, other in self._others.items() if other.is_changed()}
         if row and self._is_sync:  # the shards went through the model together: nobody knows whose these are
             raise RunError(
@@ -48,7 +60,7 @@ class Buffers:
             )
         if self._statistics.norms:
             row[""] = self._statistics.row()
-        return row or None
+        return row
 
     def merge(self, rows: list[Row], sizes: list[int]) -> None:
         """The buffers after the step, from the rows of all shards in their order."""
@@ -66,10 +78,17 @@ class Other:
         self._tensor: Tensor = owner._buffers[short]
         self._start = self._tensor.clone()
         self._version = self._tensor._version
+        self._num_looks = 0
+        self._is_hidden = False  # written to in a way that PyTorch does not count, through `.data`
 
     def is_changed(self) -> bool:
         """Whether the module wrote to it, or put another in its place."""
-        return self._owner._buffers[self._short] is not self._tensor or self._tensor._version != self._version
+        if self._owner._buffers[self._short] is not self._tensor or self._tensor._version != self._version:
+            return True
+        if not self._is_hidden and self._num_looks < 8:  # comparing has a cost: only for the first shards
+            self._num_looks += 1
+            self._is_hidden = not torch.equal(self._tensor, self._start)
+        return self._is_hidden
 
     def changed_to(self) -> Tensor:
         """A copy of what it is now."""
@@ -88,11 +107,15 @@ class Other:
 
     def merge(self, values: list[Tensor | None], sizes: list[int]) -> None:
         """What it is after the step; None where a shard left it alone."""
-        start, merged, num_samples = self._start.double(), self._start.double(), 0
+        is_number = self._start.is_floating_point() or self._start.is_complex()
+        start = self._start if self._start.is_complex() else self._start.to(torch.float64 if is_number else torch.int64)
+        merged, num_samples = start, 0
         for value, size in zip(values, sizes, strict=True):
-            end, num_samples = start if value is None else value.double(), num_samples + size
-            if self._start.is_floating_point():
-                merged = torch.lerp(merged, end, size / num_samples)
+            end, num_samples = start if value is None else value.to(start.dtype), num_samples + size
+            if is_number and num_samples == size:
+                merged = end
+            elif is_number:  # a mean; where both are the same, also infinite, there is nothing to do
+                merged = torch.where(merged == end, merged, torch.lerp(merged, end, size / num_samples))
             else:
                 merged = merged + (end - start)
         self._start.copy_(merged != 0 if self._start.dtype == torch.bool else merged)

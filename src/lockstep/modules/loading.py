@@ -4,11 +4,9 @@ What a worker loads is a shard. The order of samples is the run's, and random nu
 Python, numpy or PyTorch) are keyed by (seed, epoch, sample): neither the devices nor the workers change a bit.
 """
 
-import random
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,15 +15,14 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 from lockstep.backends.torch import place_of
 from lockstep.data.dataset import leaves_of, map_leaves
-from lockstep.data.order import keyed_random
 from lockstep.device import Device
 from lockstep.engines import Batch
-from lockstep.engines.rank import user_source_line
 from lockstep.errors import DataError, RunError
 from lockstep.layout import Array
+from lockstep.modules.random import AUGMENTATION, random_numbers_of
+from lockstep.named import user_source_line
 from lockstep.samples import Cut
 
-AUGMENTATION = 2  # the last part of a key says what the random numbers are for
 PREFETCH = 4  # shards that a worker loads ahead
 
 
@@ -62,9 +59,28 @@ def check_map_style(data: Any, what: str) -> None:
         raise DataError(f"The {what} data is empty: its length is {len(data)}.")
 
 
+def check_keyed(data: Any, what: str, seed: int) -> None:
+    """Refuses a data set that draws from random numbers of its own: who loads a sample would then change it."""
+    twice = []
+    for _ in range(2):
+        with random_numbers_of(seed, 0, 0, AUGMENTATION):
+            try:
+                twice.append(leaves_of(default_collate([tuple(data[0])])))
+            except Exception:  # said when it is loaded in earnest, with the sample and the line
+                return
+    if not all(torch.equal(one, other) for one, other in zip(*twice, strict=True) if isinstance(one, torch.Tensor)):
+        raise DataError(
+            f"Sample 0 of the {what} data is another each time, with the same random numbers of Python, numpy and "
+            f"PyTorch: it draws from a generator of its own, so the weights would depend on who loads it. Draw from "
+            f"random, numpy.random or torch, which are keyed by (seed, epoch, sample)."
+        )
+
+
 def as_arrays(data: Any) -> Any:
     """The (X, y) behind a data set that only holds tensors: no need to load them one by one."""
-    return data.tensors if type(data) is TensorDataset and len(data.tensors) == 2 else None
+    if type(data) is not TensorDataset or len(data.tensors) != 2:
+        return None
+    return None if data.tensors[0].dtype == torch.uint8 else data.tensors  # bytes of a data set are not divided by 255
 
 
 class Loader:
@@ -97,7 +113,7 @@ class Loader:
             warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
             loaded = iter(self._loader)
         for part in parts:
-            shards = {shard.start: self._checked(next(loaded)) for shard in cut(len(part))}
+            shards = {shard.start: self._next(loaded) for shard in cut(len(part))}
 
             def fetch(rank: int, start: int, stop: int, shards: dict[int, Any] = shards) -> tuple[Any, Any]:
                 place = place_of(self._devices[rank])
@@ -106,7 +122,15 @@ class Loader:
 
             yield Batch(len(part), fetch)
 
-    def _checked(self, shard: Any) -> Any:
+    def _next(self, loaded: Iterator[Any]) -> Any:
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # as in a worker process: it may change the last bit of a sum
+        try:
+            shard = next(loaded)
+        except RuntimeError as problem:  # of the loader itself: those of a sample are `Failed`
+            raise RunError(f"The {self._what} data cannot be loaded: {_sentence(problem)}") from problem
+        finally:
+            torch.set_num_threads(num_threads)
         if isinstance(shard, Failed):
             at = f" (at {shard.where})" if shard.where else ""
             raise RunError(f"Sample {shard.sample} of the {self._what} data cannot be loaded: {shard.said}{at}")
@@ -142,7 +166,7 @@ class Shards:
     def __getitem__(self, wanted: Wanted) -> Any:
         samples = []
         for number in wanted.samples:
-            with random_numbers_of(self._seed, wanted.epoch, number):
+            with random_numbers_of(self._seed, wanted.epoch, number, AUGMENTATION):
                 try:
                     samples.append(self._pair(number))
                 except Exception as problem:
@@ -159,22 +183,6 @@ class Shards:
         if not isinstance(sample, (tuple, list)) or len(sample) != 2:
             raise TypeError(f"it is a {type(sample).__name__}, and must be a pair: what the model gets, and the target")
         return tuple(sample)
-
-
-@contextmanager
-def random_numbers_of(*key: int) -> Iterator[None]:
-    """Python's, numpy's and PyTorch's random numbers depend on the key; afterwards they are as they were."""
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    keyed = keyed_random(*key, AUGMENTATION)
-    random.seed(int(keyed.randint(0, 2**31)))
-    np.random.seed(keyed.randint(0, 2**31))
-    torch.default_generator.manual_seed(int(keyed.randint(0, 2**31)))
-    try:
-        yield
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        torch.set_rng_state(before[2])
 
 
 def _sentence(problem: BaseException) -> str:

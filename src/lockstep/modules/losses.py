@@ -8,33 +8,38 @@ from torch.nn import functional as F
 
 from lockstep.errors import ConfigError, RunError
 
+IGNORED = -100  # the label of positions that do not count, in PyTorch
 PerSample = Callable[[Any, Any], Tensor]  # (what the model gave, targets) -> one number for each sample
 
 
 def cross_entropy(scores: Any, y: Tensor) -> Tensor:
-    """Scores are (samples, classes), or (samples, classes, positions, ...) as PyTorch has it; a mean over positions."""
-    return _over_positions(F.cross_entropy(first(scores), y, reduction="none"))
+    """Scores are (samples, classes), or (samples, classes, positions, ...) as PyTorch has it; a mean over positions.
+
+    Positions whose label is -100 do not count, as in PyTorch.
+    """
+    return _over_positions(F.cross_entropy(first(scores), y, reduction="none"), _counts(y))
 
 
 def mse(predicted: Any, y: Tensor) -> Tensor:
     """The squared difference, as a mean over the numbers of a sample."""
-    return _over_positions(F.mse_loss(_like(first(predicted), y), y, reduction="none"))
+    return _over_positions(F.mse_loss(_shaped_like(first(predicted), y), y, reduction="none"))
 
 
 def l1(predicted: Any, y: Tensor) -> Tensor:
     """The absolute difference, as a mean over the numbers of a sample."""
-    return _over_positions(F.l1_loss(_like(first(predicted), y), y, reduction="none"))
+    return _over_positions(F.l1_loss(_shaped_like(first(predicted), y), y, reduction="none"))
 
 
 def bce(scores: Any, y: Tensor) -> Tensor:
     """Cross-entropy of yes and no, from scores before the sigmoid, as a mean over the numbers of a sample."""
     y = y.float()
-    return _over_positions(F.binary_cross_entropy_with_logits(_like(first(scores), y), y, reduction="none"))
+    return _over_positions(F.binary_cross_entropy_with_logits(_shaped_like(first(scores), y), y, reduction="none"))
 
 
 def accuracy(scores: Any, y: Tensor) -> Tensor:
-    """1 where the highest score is that of the label, else 0; a mean over positions."""
-    return _over_positions((first(scores).argmax(dim=1) == y).double())
+    """1 where the highest score is that of the label (of the highest soft label), else 0; a mean over positions."""
+    labels = y.argmax(dim=1) if y.is_floating_point() else y
+    return _over_positions((first(scores).argmax(dim=1) == labels).double(), _counts(labels))
 
 
 LOSSES: dict[str, PerSample] = {"cross_entropy": cross_entropy, "mse": mse, "l1": l1, "bce": bce}
@@ -66,13 +71,22 @@ def summed(per_sample: PerSample, what: str, output: Any, y: Any, num_samples: i
         raise RunError(
             f"The {what} gave {got} for {num_samples} samples. It must give one number for each sample.{hint}"
         )
-    return values.sum()
+    return values.sum() if values.dtype.itemsize >= 4 else values.float().sum()  # low precision is for products
 
 
-def _over_positions(values: Tensor) -> Tensor:
-    return values.flatten(1).mean(dim=1) if values.ndim > 1 else values
+def _counts(y: Tensor) -> Tensor | None:
+    """Which positions count; None where all do, or where there is only one."""
+    return None if y.is_floating_point() or y.ndim < 2 else y != IGNORED
 
 
-def _like(predicted: Tensor, y: Tensor) -> Tensor:
+def _over_positions(values: Tensor, counts: Tensor | None = None) -> Tensor:
+    if values.ndim < 2:
+        return values
+    if counts is None:
+        return values.flatten(1).mean(dim=1)
+    return (values * counts).flatten(1).sum(dim=1) / counts.flatten(1).sum(dim=1).clamp(min=1)
+
+
+def _shaped_like(predicted: Tensor, y: Tensor) -> Tensor:
     """(samples, 1) against (samples,) would be compared each with each: a well-known trap."""
     return predicted.squeeze(1) if predicted.ndim == y.ndim + 1 and predicted.shape[1:] == (1,) else predicted

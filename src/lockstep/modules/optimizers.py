@@ -43,6 +43,12 @@ def optimizer_maker(config: RunConfig, given: Any) -> MakeOptimizer:
                 f"The function for the optimizer gave a {type(optimizer).__name__}. It must give a "
                 f"torch.optim.Optimizer."
             )
+        ours = {id(param) for param in params}
+        if any(id(param) not in ours for group in optimizer.param_groups for param in group["params"]):
+            raise ConfigError(
+                "The function for the optimizer gives it parameters other than those it got: every device has a "
+                "replica of its own. Use its argument: optimizer=lambda params: torch.optim.SGD(params, ...)."
+            )
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigError(
                 "LBFGS computes the model again within a step, which shards cannot do. Use another optimizer."

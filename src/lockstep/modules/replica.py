@@ -1,9 +1,9 @@
 """A replica of a PyTorch module: a shard's gradient, an update, and the metrics of a few samples."""
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,22 +15,29 @@ from lockstep.device import Device
 from lockstep.engines import Gathered, Leaf, Meet, Shard
 from lockstep.errors import RunError
 from lockstep.layout import Array, Layout
+from lockstep.modules.attributes import Attributes
 from lockstep.modules.buffers import Buffers
 from lockstep.modules.losses import PerSample, summed
 from lockstep.modules.optimizers import MakeOptimizer
-from lockstep.modules.random import KeyedRandom, NoDraws, drawn_so_far, shard_seed, surely_draws
+from lockstep.modules.random import (
+    OPTIMIZER,
+    KeyedRandom,
+    NoDraws,
+    no_draws_outside_of_pytorch,
+    seed_of,
+    shard_seed,
+)
 from lockstep.modules.sync import SyncNorms
 from lockstep.rates import Rates
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True)
-class Recipe:
+class ModuleRecipe:
     """How a module is trained: the same for all ranks."""
 
-    copy: Callable[[torch.device], nn.Module]  # a new copy of the module, with the starting weights, on a device
-    loss: Callable[[torch.device], PerSample]
+    module: nn.Module  # the user's own; never trained itself
+    gradients: list[int]  # which it had before
+    loss: PerSample
     metrics: dict[str, PerSample]
     optimizer: MakeOptimizer
     scheduler: Callable[[torch.optim.Optimizer], Any] | None
@@ -44,85 +51,83 @@ class Recipe:
 class ModuleReplica:
     """One rank's copy of a module, with an optimizer of its own."""
 
-    def __init__(self, recipe: Recipe, device: Device) -> None:
+    def __init__(self, recipe: ModuleRecipe, device: Device, weights: dict[str, Array]) -> None:
         self._recipe, self._place = recipe, place_of(device)
-        self.module = recipe.copy(self._place)
-        self._loss = recipe.loss(self._place)
+        self.module = copy_of(recipe.module, self._place)
+        load(self.module, weights)
+        loss = recipe.loss
+        self._loss = copy.deepcopy(loss).to(self._place) if isinstance(loss, nn.Module) else loss
         self._trained = [(name, param) for name, param in self.module.named_parameters() if param.requires_grad]
         self._params = [param for _, param in self._trained]
-        self._ids = [id(param) for param in self._params]
         shapes = tuple(tuple(param.shape) for param in self._params)
         self._layout = Layout(tuple(name for name, _ in self._trained), shapes)
-        self._gaps = [torch.zeros(size, device=self._place) for size in self._layout.pieces[1::2]] + [None]
+        self._gaps = [self._zeros(size) for size in self._layout.pieces[1::2]] + [None]
         self._optimizer = recipe.optimizer(self._params)
-        self._rates = [group["lr"] for group in self._optimizer.param_groups]
+        self._rates = [group.get("lr") for group in self._optimizer.param_groups]
         self._scheduler = recipe.scheduler(self._optimizer) if recipe.scheduler else None
         self._buffers = Buffers(self.module, recipe.is_sync)
+        self._attributes = Attributes(self.module)
         self._random = KeyedRandom(self._place)
-        self._draws = surely_draws(self.module)
+        self._step = 0  # that the buffers are prepared for
         self._sync = None
         if recipe.is_sync:
-            worker_stream = torch.cuda.current_stream() if self._place.type == "cuda" else None
-            self._sync = SyncNorms(
-                self.module,
-                self._params,
-                forward=self._forward_alone,
-                leaf=self.leaf,
-                start_thread=lambda: start_thread(self._place, worker_stream),
-            )
+            stream = torch.cuda.current_stream() if self._place.type == "cuda" else None
+            self._sync = SyncNorms(self, self._params, start_thread=lambda: start_thread(self._place, stream))
 
     def leaves(self, step: int, shards: Iterator[Shard], meet: Meet) -> Iterator[Leaf]:
-        self.module.train()
-        if [id(param) for param in self.module.parameters() if param.requires_grad] != self._ids:
-            raise RunError("The module changed which parameters are trained (requires_grad) in mid-run. Do it before.")
-        self._buffers.start_step()
+        self._start(step)
         if self._sync is not None:
             with plain_errors(self._place.type):
-                own = list(self._sync.leaves(step, list(shards), meet))
+                own = self._sync.leaves(step, list(shards), meet)
             yield from own
             return
         for shard in shards:
             with plain_errors(self._place.type):
                 self._buffers.start_shard()
-                loss = self._keyed(shard_seed(self._recipe.seed, step, shard.number), partial(self._forward, shard))
+                loss = self.forward(self.module, self._random, step, shard)
                 with NoDraws():
                     # from its edge: a call with a tensor would be one of those to watch, with all that it calls
                     torch.autograd.backward(get_gradient_edge(loss), torch.ones_like(loss))
             leaf = self.leaf(loss, [param.grad for param in self._params])
-            self._optimizer.zero_grad(set_to_none=True)
+            self._clear()
             yield leaf
 
-    def _keyed(self, seed: int, compute: Callable[[], T]) -> T:
-        """What `compute` gives, its random numbers being those of `seed`."""
-        if not self._draws:
-            before = drawn_so_far(self._place)
-            result = compute()
-            if drawn_so_far(self._place) == before:
-                return result
-            self._draws = True  # here, or on another rank; then this is done again for nothing, and gives the same bits
-            self._buffers.start_shard()
-        with self._random.start(seed):
-            return compute()
+    def _start(self, step: int) -> None:
+        """Everything as it has to be before the first shard of a step."""
+        self.module.train()
+        trained = [id(param) for param in self.module.parameters() if param.requires_grad]
+        if trained != [id(param) for param in self._params]:
+            raise RunError("The module changed which parameters are trained (requires_grad) in mid-run. Do it before.")
+        if self._step != step:
+            self._step = step
+            self._buffers.restore()
+            self._buffers.start_step()
 
-    def _forward(self, shard: Shard) -> Tensor:
-        """The summed loss of a shard."""
-        with self._autocast():
-            loss = summed(self._loss, "loss", call(self.module, shard.X), shard.y, shard.num_samples)
+    def forward(self, module: nn.Module, random: KeyedRandom, step: int, shard: Shard) -> Tensor:
+        """The summed loss of a shard, from `module`, which is the replica's own or a twin of it."""
+        versions = [param._version for param in self._params]
+        with (
+            no_draws_outside_of_pytorch(),
+            random.start(shard_seed(self._recipe.seed, step, shard.number)),
+            self._autocast(),
+        ):
+            loss = summed(self._loss, "loss", call(module, shard.X), shard.y, shard.num_samples)
         if not loss.requires_grad:
             raise RunError(
                 "The loss does not depend on any parameter that is trained. Is everything frozen, or detached?"
             )
+        if versions != [param._version for param in self._params]:
+            changed = next(n for (n, p), before in zip(self._trained, versions, strict=True) if p._version != before)
+            raise RunError(
+                f"The model changes its parameter {changed} in the forward pass (Embedding with max_norm?), by what is "
+                f"in the shard: devices would end with different parameters. Leave that out."
+            )
         return loss
 
-    def _forward_alone(self, step: int, shard: Shard) -> Tensor:
-        """The summed loss of a shard that has a thread of its own."""
-        with (
-            plain_errors(self._place.type),
-            KeyedRandom(self._place).start(shard_seed(self._recipe.seed, step, shard.number)),
-        ):
-            return self._forward(shard)
-
     def leaf(self, loss: Tensor, gradients: list[Tensor | None]) -> Leaf:
+        """What a shard leaves behind."""
+        if self._step == 1:
+            self._attributes.check()
         used = frozenset(number for number, gradient in enumerate(gradients) if gradient is not None)
         pieces: list[Tensor] = []
         for (name, param), gradient, gap in zip(self._trained, gradients, self._gaps, strict=True):
@@ -138,6 +143,12 @@ class ModuleReplica:
         return Leaf(torch.cat(pieces), loss.detach(), self._buffers.row(), used)
 
     def update(self, step: int, total: Tensor, batch: Gathered) -> None:
+        self._start(step)  # a rank without shards has not done it
+        if step == 1 and gradients_of(self._recipe.module) != self._recipe.gradients:
+            raise RunError(
+                "The loss uses the module that you gave, and not the replica that is trained: what it adds has no "
+                "effect. Let the model give what the loss needs, as an entry of a tuple."
+            )
         gradient = total / batch.num_samples  # the only division, by the samples of the whole batch
         if self._recipe.clip_norm is not None:
             norm = torch.linalg.vector_norm(gradient)
@@ -147,32 +158,68 @@ class ModuleReplica:
             param.grad = piece.view(param.shape) if number in batch.used else None  # PyTorch skips what has none
         if self._scheduler is None:
             for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
-                group["lr"] = rate * self._recipe.rates.factor(step)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+                if rate is not None:
+                    group["lr"] = rate * self._recipe.rates.factor(step)
+        with self._random.start(seed_of(self._recipe.seed, step, 0, OPTIMIZER)):
+            self._optimizer.step()
+        self._clear()
         if self._scheduler is not None:
             self._scheduler.step()
         self._buffers.merge(batch.rows, batch.shard_sizes)
 
     def measure(self, X: Any, y: Any) -> dict[str, float]:
         self.module.eval()
+        self._buffers.restore()  # what an earlier piece made of them belongs to nobody
         num_samples = len(leaves_of(y)[0])
         metrics = {"loss": self._loss, **self._recipe.metrics}
-
-        def compute() -> dict[str, float]:
-            with torch.no_grad(), self._autocast():
-                output = call(self.module, X)
-                return {name: float(summed(metric, name, output, y, num_samples)) for name, metric in metrics.items()}
-
-        with plain_errors(self._place.type):
-            return self._keyed(shard_seed(self._recipe.seed, 0, 0), compute)
+        with (
+            torch.no_grad(),
+            plain_errors(self._place.type),
+            no_draws_outside_of_pytorch(),
+            self._random.start(shard_seed(self._recipe.seed, 0, 0)),
+            self._autocast(),
+        ):
+            output = call(self.module, X)
+            return {name: float(summed(metric, name, output, y, num_samples)) for name, metric in metrics.items()}
 
     def arrays(self) -> dict[str, Array]:
         return arrays_of(self.module)
 
+    def _clear(self) -> None:
+        for param in self._params:  # the optimizer may not have all of them
+            param.grad = None
+
+    def _zeros(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.float32, device=self._place)
+
     def _autocast(self) -> torch.autocast:
         # no cache: it belongs to the whole process, so what is in it would depend on the other ranks
         return torch.autocast(self._place.type, torch.bfloat16, enabled=self._recipe.is_bf16, cache_enabled=False)
+
+
+def copy_of(module: nn.Module, place: torch.device) -> nn.Module:
+    """A copy of the module on a device, without gradients."""
+    copied = copy.deepcopy(module).to(place)
+    for layer in copied.modules():
+        for name, buffer in layer._buffers.items():
+            if buffer is not None and 0 in buffer.stride():  # expanded: it could not be written to
+                layer._buffers[name] = buffer.contiguous()
+    for param in copied.parameters():
+        param.grad = None
+    return copied
+
+
+def gradients_of(module: nn.Module) -> list[int]:
+    """Something that changes when a parameter of the module gets a gradient."""
+    return [id(param.grad) for param in module.parameters()]
+
+
+def load(module: nn.Module, weights: dict[str, Array]) -> None:
+    """Copies the numbers into the module's parameters and buffers."""
+    named = dict([*module.named_parameters(), *module.named_buffers()])
+    with torch.no_grad():
+        for name, array in weights.items():
+            named[name].copy_(torch.from_numpy(array))
 
 
 def call(module: nn.Module, X: Any) -> Any:

@@ -14,6 +14,7 @@ from lockstep.layout import Layout
 
 Norm = Any  # a layer of this kind: batch norm and instance norm, of any number of dimensions
 NORM = nn.modules.batchnorm._NormBase
+BATCH_NORM = nn.modules.batchnorm._BatchNorm
 
 
 def keeps_statistics(layer: nn.Module) -> bool:
@@ -27,18 +28,22 @@ def norms_of(module: nn.Module) -> list[Norm]:
 
 
 class Statistics:
-    """The running statistics of `norms`, which become views of one vector."""
+    """The running statistics of `norms`, which become views of one vector.
 
-    def __init__(self, norms: list[Norm]) -> None:
-        self.norms = norms
+    With `is_sync` they are those of the whole batch: every shard leaves them as they are to be.
+    """
+
+    def __init__(self, norms: list[Norm], is_sync: bool) -> None:
+        self.norms, self._is_sync = norms, is_sync
         if not norms:
             return
         found = [(norm, name) for norm in norms for name in ("running_mean", "running_var")]
         buffers = [norm._buffers[name] for norm, name in found]
         layout = Layout(tuple(name for _, name in found), tuple(tuple(buffer.shape) for buffer in buffers))
-        self._values = torch.zeros(layout.size, device=buffers[0].device)
+        device = buffers[0].device
+        self._values = torch.zeros(layout.size, dtype=torch.float32, device=device)
         self._counts = torch.stack([norm.num_batches_tracked for norm in norms])
-        self._layer = torch.zeros(layout.size, dtype=torch.int64, device=buffers[0].device)  # of each entry
+        self._layer = torch.zeros(layout.size, dtype=torch.int64, device=device)  # of each entry
         for number, (view, piece) in enumerate(
             zip(self._values.split(layout.pieces)[::2], self._layer.split(layout.pieces)[::2], strict=True)
         ):
@@ -47,7 +52,10 @@ class Statistics:
             norm, name = found[number]
             norm._buffers[name] = view.view(buffers[number].shape)
         for number, norm in enumerate(norms):
-            norm._buffers["num_batches_tracked"] = self._counts[number]
+            if isinstance(norm, BATCH_NORM):
+                norm._buffers["num_batches_tracked"] = self._counts[number]
+            else:  # instance norm does not count its calls
+                norm.register_forward_pre_hook(lambda norm, _, at=number: self._counts[at].add_(int(norm.training)))
         self._settings: list[tuple[bool, float | None]] = []
 
     def start_step(self) -> None:
@@ -61,18 +69,16 @@ class Statistics:
             def per_entry(values: list[float]) -> Tensor:
                 return torch.tensor(values, dtype=torch.float64, device=self._values.device)[self._layer]
 
+            cumulative = [isinstance(norm, BATCH_NORM) and norm.momentum is None for norm in self.norms]
             self._is_active = per_entry([float(training) for training, _ in settings]).bool()
-            self._is_cumulative = per_entry([float(momentum is None) for _, momentum in settings]).bool()
+            self._is_cumulative = per_entry([float(entry) for entry in cumulative]).bool()
             self._keep = per_entry([1.0 - (momentum or 0.0) for _, momentum in settings])
-            self._counts_calls = per_entry(
-                [float(isinstance(n, nn.modules.batchnorm._BatchNorm)) for n in self.norms]
-            ).bool()
         self._start, self._start_counts = self._values.double(), self._counts.double()
         self._zeroed = torch.where(self._is_active, 0.0, self._values)
 
     def start_shard(self) -> None:
         """Zero where the layer will leave its own, what it was before the step elsewhere."""
-        if self.norms:
+        if self.norms and not self._is_sync:
             self._values.copy_(self._zeroed)
             self._counts.copy_(self._start_counts)
 
@@ -85,12 +91,12 @@ class Statistics:
         merged, counts, before = self._start, self._start_counts, self._start_counts[self._layer]
         for row in rows:
             left, calls = row.split([len(self._values), len(self._counts)])
-            # instance norm does not count its calls; what it left is not zero if there was one
-            times = torch.where(self._counts_calls, calls[self._layer], (left != 0).double())
-            so_far = counts[self._layer]
+            times, so_far = calls[self._layer], counts[self._layer]
             mean_of_all = (so_far * merged + (before + times) * left) / (so_far + times).clamp(min=1)  # no momentum
             after = torch.where(self._is_cumulative, mean_of_all, merged * self._keep**times + left)
             merged = torch.where(self._is_active, after, merged)
             counts = counts + calls
+        if self._is_sync:  # all rows say the same, and a rank without shards has to learn it
+            merged, counts = left, self._start_counts + calls
         self._values.copy_(merged)
         self._counts.copy_(counts)

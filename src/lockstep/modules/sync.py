@@ -6,11 +6,12 @@ the same way: the graph is cut at every norm layer, and its parts are gone throu
 nobody has to wait inside PyTorch's own backward threads.
 """
 
+import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from lockstep.engines import Leaf, Meet, Shard
 from lockstep.errors import RunError
-from lockstep.modules.random import NoDraws
+from lockstep.modules.random import KeyedRandom, NoDraws
 
 BatchNorm = nn.modules.batchnorm._BatchNorm
 
@@ -28,8 +29,9 @@ class Cut:
     """Where one shard's graph is cut: `x` goes into a norm layer, `normed` comes out of it with a graph of its own."""
 
     name: str
-    norm: nn.Module
+    norm: Any
     x: Tensor
+    edge: Any  # where x was in the graph when it came: it may be written to later
     normed: Tensor = field(init=False)
     scale: Tensor = field(init=False)  # 1 / standard deviation, of each channel
     count: float = field(init=False)  # numbers that each channel's statistics are made of
@@ -38,26 +40,25 @@ class Cut:
 class Walk:
     """A shard's way through the model, on a thread of its own that works only while `go_on` waits for it."""
 
-    def __init__(self, shard: Shard, forward: Callable[[Shard], Tensor], enter: Callable[[], None]) -> None:
-        self.shard, self.cuts, self.at_norm = shard, [], False
+    def __init__(self, forward: Callable[[], Tensor], start_thread: Callable[[], None]) -> None:
+        self.cuts: list[Cut] = []
+        self.at_norm = False
         self.loss: Tensor | None = None
-        self.error: BaseException | None = None
+        self._error: BaseException | None = None
         self._turn, self._parked = threading.Semaphore(0), threading.Semaphore(0)
         self._is_over = False
-        self._thread = threading.Thread(target=self._run, args=(forward, enter), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(forward, start_thread), daemon=True)
         self._thread.start()
 
-    cuts: list[Cut]
-
-    def _run(self, forward: Callable[[Shard], Tensor], enter: Callable[[], None]) -> None:
+    def _run(self, forward: Callable[[], Tensor], start_thread: Callable[[], None]) -> None:
         self._turn.acquire()
         try:
             if not self._is_over:
-                enter()
+                start_thread()
                 HERE.walk = self
-                self.loss = forward(self.shard)
+                self.loss = forward()
         except BaseException as problem:
-            self.error = problem
+            self._error = problem
         self._parked.release()
 
     def go_on(self) -> None:
@@ -65,15 +66,16 @@ class Walk:
         self.at_norm = False
         self._turn.release()
         self._parked.acquire()
-        if self.error is not None:
-            raise self.error
+        if self._error is not None:
+            raise self._error
 
     def wait_at(self, cut: Cut) -> Tensor:
         """Called on the shard's thread: parks it at a norm layer, and gives what came out of it."""
-        self.cuts.append(cut)
-        self.at_norm = True
-        self._parked.release()
-        self._turn.acquire()
+        if not self._is_over:
+            self.cuts.append(cut)
+            self.at_norm = True
+            self._parked.release()
+            self._turn.acquire()
         if self._is_over:
             raise SystemExit  # another shard failed
         return cut.normed
@@ -88,35 +90,44 @@ class Walk:
 HERE = threading.local()  # .walk: the shard that the calling thread works on
 
 
+class Forward(Protocol):
+    """What is needed of a replica."""
+
+    module: nn.Module
+
+    def forward(self, module: nn.Module, random: KeyedRandom, step: int, shard: Shard) -> Tensor: ...
+    def leaf(self, loss: Tensor, gradients: list[Tensor | None]) -> Leaf: ...
+
+
 class SyncNorms:
     """Computes the leaves of a replica whose norm layers use the whole batch."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        params: list[nn.Parameter],
-        forward: Callable[[int, Shard], Tensor],
-        leaf: Callable[[Tensor, list[Tensor | None]], Leaf],
-        start_thread: Callable[[], None],
-    ) -> None:
-        self._forward, self._leaf, self._start_thread = forward, leaf, start_thread
+    def __init__(self, replica: Forward, params: list[nn.Parameter], start_thread: Callable[[], None]) -> None:
+        self._replica, self._place, self._start_thread = replica, params[0].device, start_thread
         self._params = [get_gradient_edge(param) for param in params]
-        for name, norm in module.named_modules():
-            if isinstance(norm, BatchNorm):
-                norm.forward = partial(_forward, norm, name, norm.forward)
+        self._twins: list[nn.Module] = []
 
-    def leaves(self, step: int, shards: list[Shard], meet: Meet) -> Iterator[Leaf]:
+    def leaves(self, step: int, shards: list[Shard], meet: Meet) -> list[Leaf]:
         """The leaves of the rank's own shards, in their order."""
-        walks = [Walk(shard, partial(self._forward, step), self._start_thread) for shard in shards]
+        while len(self._twins) < len(shards):
+            self._twins.append(_twin_of(self._replica.module))
+        walks: list[Walk] = []
         try:
+            for twin, shard in zip(self._twins, shards, strict=False):
+                forward = partial(self._replica.forward, twin.train(), KeyedRandom(self._place), step, shard)
+                walks.append(Walk(forward, self._start_thread))
             self._walk_forward(walks, meet)
         finally:
             for walk in walks:
                 walk.end()
+        for twin in self._twins:
+            _check_buffers(twin, self._replica.module)
         gradients = self._walk_back(walks, meet)
-        for walk, of_shard in zip(walks, gradients, strict=True):
-            assert walk.loss is not None
-            yield self._leaf(walk.loss, of_shard)
+        return [
+            self._replica.leaf(walk.loss, own)
+            for walk, own in zip(walks, gradients, strict=True)
+            if walk.loss is not None
+        ]
 
     def _walk_forward(self, walks: list[Walk], meet: Meet) -> None:
         while True:
@@ -141,7 +152,7 @@ class SyncNorms:
         backs = [Back(walk.cuts, self._params) for walk in walks]
         for walk, back in zip(walks, backs, strict=True):
             assert walk.loss is not None
-            back.through(walk.loss, None, len(walk.cuts))
+            back.through(get_gradient_edge(walk.loss), torch.ones_like(walk.loss), len(walk.cuts))
         for number in reversed(range(len(walks[0].cuts))):
             cuts = [walk.cuts[number] for walk in walks]
             name = f"the way back through {cuts[0].name}"
@@ -154,7 +165,8 @@ class SyncNorms:
                 with torch.no_grad():
                     mean, slope = (_like(row.float(), g) / cut.count for row in total)
                     dx = _like(cut.scale, g) * (g.float() - mean - cut.normed.float() * slope)
-                back.through(cut.x, dx.to(cut.x.dtype), number)
+                if cut.edge is not None:
+                    back.through(cut.edge, dx.to(cut.x.dtype), number)
         return [back.of_params for back in backs]
 
 
@@ -168,12 +180,9 @@ class Back:
         self.of_params: list[Tensor | None] = [None] * len(params)
         self._of_cuts: list[Tensor | None] = [None] * len(cuts)
 
-    def through(self, output: Tensor, gradient: Tensor | None, num_cuts: int) -> None:
-        """Goes back from `output` to the parameters and to the first cuts that come before it."""
-        if not output.requires_grad:
-            return
-        gradient = torch.ones_like(output) if gradient is None else gradient
-        start, inputs = get_gradient_edge(output), self._inputs[: self._num_params + num_cuts]
+    def through(self, start: Any, gradient: Tensor, num_cuts: int) -> None:
+        """Goes back from an edge of the graph to the parameters, and to the first cuts that come before it."""
+        inputs = self._inputs[: self._num_params + num_cuts]
         with NoDraws():
             found = torch.autograd.grad(start, inputs, gradient, retain_graph=True, allow_unused=True)
         for held, new in (
@@ -190,14 +199,36 @@ class Back:
         return torch.zeros_like(self._cuts[number].normed) if gradient is None else gradient
 
 
+def _twin_of(module: nn.Module) -> nn.Module:
+    """A module of the same parameters and buffers with attributes of its own. Its norm layers wait for each other."""
+    shared = {id(tensor): tensor for tensor in [*module.parameters(), *module.buffers()]}
+    twin = copy.deepcopy(module, dict(shared))
+    for name, norm in twin.named_modules():
+        if isinstance(norm, BatchNorm):
+            if type(norm).forward is not BatchNorm.forward:
+                raise RunError(
+                    f"{name} is a {type(norm).__name__}, a batch norm with a forward pass of its own, which cannot be "
+                    f"made to use the whole batch: use --batch-norm shard."
+                )
+            norm.forward = partial(_forward, norm, name, norm.forward)
+    return twin
+
+
+def _check_buffers(twin: nn.Module, module: nn.Module) -> None:
+    for (name, ours), (_, theirs) in zip(twin.named_buffers(), module.named_buffers(), strict=False):
+        if ours is not theirs:
+            raise RunError(f"The model changes its buffer {name}, which goes with --batch-norm shard only.")
+
+
 def _forward(norm: Any, name: str, original: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """In place of a norm layer's own: waits for the other shards while training."""
     if not norm.training:
         return original(x)
     norm._check_input_dim(x)
-    normed = HERE.walk.wait_at(Cut(name, norm, x))
+    edge = get_gradient_edge(x) if x.requires_grad else None
+    normed = HERE.walk.wait_at(Cut(name, norm, x, edge))
     if norm.weight is None:
-        return normed
+        return normed.clone()  # which may be written to, as the end of a part of the graph may not
     return (normed * _like(norm.weight, normed) + _like(norm.bias, normed)).to(x.dtype)
 
 

@@ -1,15 +1,16 @@
 """A PyTorch module to train: what was given is checked, and put into the form that the loop over epochs takes."""
 
 import copy
-import os
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils.data import default_collate
 
+from lockstep.backends.hardware import cpu
 from lockstep.backends.torch import place_of
 from lockstep.config import RunConfig, check_batch
 from lockstep.data import Dataset
@@ -19,11 +20,13 @@ from lockstep.device import Device
 from lockstep.engines import Engine
 from lockstep.errors import ConfigError
 from lockstep.layout import Array
-from lockstep.modules.loading import Loader, as_arrays, check_map_style, random_numbers_of
+from lockstep.models import BuiltIn
+from lockstep.modules.loading import Loader, as_arrays, check_keyed, check_map_style
 from lockstep.modules.losses import LOSSES, METRICS, PerSample
 from lockstep.modules.optimizers import optimizer_maker
-from lockstep.modules.replica import ModuleReplica, Recipe, arrays_of, call
-from lockstep.named import OWN, is_place, load_named
+from lockstep.modules.random import AUGMENTATION, random_numbers_of
+from lockstep.modules.replica import ModuleRecipe, ModuleReplica, arrays_of, call, copy_of, gradients_of, load
+from lockstep.named import OWN, called, is_place, load_named
 from lockstep.rates import Rates
 from lockstep.registry import pick
 from lockstep.samples import Feed, Samples
@@ -43,14 +46,12 @@ def module_task(config: RunConfig, devices: list[Device], model: Any, data: Any,
         optimizer = load_named(config.optimizer, "optimizer")
     if given.scheduler is not None and (config.schedule != "constant" or config.warmup):
         raise ConfigError("There is a scheduler, and a schedule or a warm-up too. Give one of them.")
-    initial = arrays_of(module)
-
-    def copied(place: torch.device) -> nn.Module:
-        return copy.deepcopy(module).to(place)
-
-    recipe = Recipe(
-        copy=copied,
-        loss=lambda place: copy.deepcopy(loss).to(place) if isinstance(loss, nn.Module) else loss,
+    if isinstance(loss, nn.Module) and any(param.requires_grad for param in loss.parameters()):
+        raise ConfigError("The loss has parameters of its own, which nobody would train. Make them part of the model.")
+    recipe = ModuleRecipe(
+        module=module,
+        gradients=gradients_of(module),
+        loss=loss,
         metrics=metrics_of(given.metrics, loss),
         optimizer=optimizer_maker(config, optimizer),
         scheduler=given.scheduler,
@@ -61,24 +62,21 @@ def module_task(config: RunConfig, devices: list[Device], model: Any, data: Any,
         is_bf16=config.precision == "bf16",
     )
     check_smallest_shard(config, module, train, num_train)
-    trained = [param for param in module.parameters() if param.requires_grad]
-    recipe.optimizer([nn.Parameter(param.detach().clone()) for param in trained])  # what it refuses, it refuses now
-
-    def replica(device: Device, weights: dict[str, Array]) -> ModuleReplica:
-        new = ModuleReplica(recipe, device)
-        load(new.module, weights)
-        return new
+    check_optimizer(recipe)
+    for what, part in (("training", train), ("test", test)):
+        if part is not None and not isinstance(part, tuple):
+            check_keyed(part, what, config.seed)
 
     def finished(weights: dict[str, Array]) -> nn.Module:
-        module_ = copied(torch.device("cpu"))
-        load(module_, weights)
-        return module_
+        trained = copy_of(module, torch.device("cpu"))
+        load(trained, weights)
+        return trained
 
     return Task(
         model=config.model if given.model is None and not is_place(config.model) else type(module).__name__,
-        initial=initial,
+        initial=arrays_of(module),
         parameters=[name for name, _ in module.named_parameters()],
-        replica=replica,
+        replica=lambda device, weights: ModuleReplica(recipe, device, weights),
         train_set=lambda engine: feed(engine, train, "training", config, devices),
         test_set=None if test is None else lambda engine: feed(engine, test, "test", config, devices),
         num_train=num_train,
@@ -86,7 +84,7 @@ def module_task(config: RunConfig, devices: list[Device], model: Any, data: Any,
         data_sha256=None if in_memory is None else in_memory.sha256,
         piece=-(-config.batch_size // config.num_shards),  # as large as a shard, which fits into memory
         trained=finished,
-        notes=notes(config, devices),
+        notes=notes(config, devices, num_train),
     )
 
 
@@ -119,7 +117,7 @@ def feed(engine: Engine, part: Any, what: str, config: RunConfig, devices: list[
     """Where the batches of a part come from."""
     if isinstance(part, tuple):
         return Samples(engine, *part)
-    workers = min(4, len(os.sched_getaffinity(0))) if config.workers is None else config.workers
+    workers = min(4, cpu().num_cores) if config.workers is None else config.workers
     return Loader(part, what, devices, config.seed, workers)
 
 
@@ -127,23 +125,21 @@ def made_module(model: Any, data: Dataset | None, seed: int) -> nn.Module:
     """The module, once it was found to be one that can be trained; what a function makes depends on the seed alone."""
     if isinstance(model, nn.Module):
         module = model
-    else:
-        with torch.random.fork_rng(devices=[]):
+    elif isinstance(model, BuiltIn) and data is None:
+        raise ConfigError(
+            "A model that comes with Lockstep looks at the data to find its shape, and these are loaded one by one. "
+            "Give a function that makes it: model=lambda: ResNet18(in_channels=1, num_classes=10)."
+        )
+    elif isinstance(model, BuiltIn) or callable(model):
+        make = partial(model.load(), cast(Dataset, data)) if isinstance(model, BuiltIn) else model
+        gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+        with random_numbers_of(seed), torch.random.fork_rng(devices=gpus):
             torch.manual_seed(seed)
-            if hasattr(model, "load"):
-                if data is None:
-                    raise ConfigError(
-                        "A model that comes with Lockstep looks at the data to find its shape, and these are loaded "
-                        "one by one. Give a function that makes it: model=lambda: ResNet18(in_channels=1, "
-                        "num_classes=10)."
-                    )
-                module = model.load()(data)
-            elif callable(model):
-                module = model()
-            else:
-                raise ConfigError(
-                    f"The model is a {type(model).__name__}. Give a torch.nn.Module, or a function that makes one."
-                )
+            module = called(make, "model")
+    else:
+        raise ConfigError(
+            f"The model is a {type(model).__name__}. Give a torch.nn.Module, or a function that makes one."
+        )
     if not isinstance(module, nn.Module):
         raise ConfigError(f"The function for the model gave a {type(module).__name__}. It must give a torch.nn.Module.")
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
@@ -156,7 +152,27 @@ def made_module(model: Any, data: Dataset | None, seed: int) -> nn.Module:
             )
     if not any(param.requires_grad for param in module.parameters()):
         raise ConfigError(f"{type(module).__name__} has no parameter to train: none of them has requires_grad.")
+    try:
+        copy.deepcopy(module)
+    except Exception as problem:
+        raise ConfigError(
+            f"{type(module).__name__} cannot be copied to each device: {problem}. If this is weight_norm or "
+            f"spectral_norm, use those of torch.nn.utils.parametrizations; else leave out what deepcopy cannot copy."
+        ) from problem
     return module
+
+
+def check_optimizer(recipe: ModuleRecipe) -> None:
+    """What the functions for optimizer and scheduler refuse, they refuse now, on copies."""
+    copies = [nn.Parameter(param.detach().clone()) for param in recipe.module.parameters() if param.requires_grad]
+    optimizer = called(recipe.optimizer, "optimizer", copies)
+    if recipe.scheduler is not None:
+        scheduler = called(recipe.scheduler, "scheduler", optimizer)
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) or not hasattr(scheduler, "step"):
+            raise ConfigError(
+                f"The scheduler is a {type(scheduler).__name__}. It is stepped after every update, without a metric: "
+                f"use one of the others of torch.optim.lr_scheduler."
+            )
 
 
 def check_smallest_shard(config: RunConfig, module: nn.Module, train: Any, num_train: int) -> None:
@@ -167,7 +183,7 @@ def check_smallest_shard(config: RunConfig, module: nn.Module, train: Any, num_t
         return
     sample = map_leaves(train[0], lambda array: torch.from_numpy(array[:1])) if isinstance(train, tuple) else None
     if sample is None:
-        with random_numbers_of(config.seed, 0, 0):
+        with random_numbers_of(config.seed, 0, 0, AUGMENTATION):
             sample = default_collate([train[0]])[0]
     sample = map_leaves(sample, lambda tensor: tensor.float() / 255 if tensor.dtype == torch.uint8 else tensor)
     try:
@@ -186,14 +202,6 @@ def check_smallest_shard(config: RunConfig, module: nn.Module, train: Any, num_t
         return
 
 
-def load(module: nn.Module, weights: dict[str, Array]) -> None:
-    """Copies the numbers into the module's parameters and buffers."""
-    named = dict([*module.named_parameters(), *module.named_buffers()])
-    with torch.no_grad():
-        for name, array in weights.items():
-            named[name].copy_(torch.from_numpy(array))
-
-
 def metrics_of(given: Any, loss: PerSample) -> dict[str, PerSample]:
     """Metrics by name: those that were asked for, else accuracy where the loss is that of class scores."""
     if given is None:
@@ -201,21 +209,29 @@ def metrics_of(given: Any, loss: PerSample) -> dict[str, PerSample]:
     if isinstance(given, str) or callable(given):
         given = [given]
     if not isinstance(given, dict):
-        given = {
-            metric if isinstance(metric, str) else getattr(metric, "__name__", "metric"): metric for metric in given
-        }
+        named = [(m if isinstance(m, str) else getattr(m, "__name__", type(m).__name__), m) for m in given]
+        given = dict(named)
+        if len(given) < len(named) or "<lambda>" in given:
+            raise ConfigError("Metrics need names of their own. Give them by name: metrics={'top5': ..., ...}.")
+    if "loss" in given:
+        raise ConfigError("A metric called 'loss' would hide the loss, which is measured anyway. Give it another name.")
     return {str(name): _callable(None if isinstance(m, str) else m, m, METRICS, "metric") for name, m in given.items()}
 
 
-def notes(config: RunConfig, devices: list[Device]) -> tuple[str, ...]:
+def notes(config: RunConfig, devices: list[Device], num_train: int) -> tuple[str, ...]:
     """What the user should know before it starts."""
-    if config.precision != "bf16":
-        return ()
-    if devices[0].kind == "cuda":
-        good = torch.cuda.get_device_capability(place_of(devices[0])) >= (8, 0)
-    else:
-        good = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return () if good else ("This device is not made for bfloat16: it will be slower than float32.",)
+    said = []
+    if config.warmup > num_steps(config, num_train):
+        said.append(f"The warm-up of {config.warmup} steps is longer than the run of {num_steps(config, num_train)}.")
+    if config.precision == "bf16" and not _is_made_for_bfloat16(devices[0]):
+        said.append("This device is not made for bfloat16: it will be slower than float32.")
+    return tuple(said)
+
+
+def _is_made_for_bfloat16(device: Device) -> bool:
+    if device.kind == "cuda":
+        return bool(torch.cuda.get_device_capability(place_of(device)) >= (8, 0))
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def _callable(given: Any, name: Any, table: dict[str, Callable[..., Any]], what: str) -> Any:
