@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lockstep.backends import DEFAULT_BACKEND
 from lockstep.errors import ConfigError
+from lockstep.named import is_place
 from lockstep.rates import SCHEDULES
 from lockstep.registry import pick
 
@@ -73,7 +74,8 @@ class RunConfig:
             "exchange",
         ):
             if not isinstance(getattr(self, name), str):
-                raise ConfigError(f"{name} is {getattr(self, name)!r}. It must be a name.")
+                hint = " A function of the optimizer goes to scheduler=." if name == "schedule" else ""
+                raise ConfigError(f"{name} is {getattr(self, name)!r}. It must be a name.{hint}")
         for name in ("batch_size", "num_epochs", "num_shards", "seed", "warmup", "workers"):
             try:
                 if not (name == "workers" and self.workers is None):
@@ -109,6 +111,11 @@ class RunConfig:
             raise ConfigError(f"The seed {self.seed} is out of range. Use 0 to {MAX_SEED} (--seed).")
         if not 0 <= self.momentum < 1:
             raise ConfigError(f"A momentum of {self.momentum:g} does not settle. Use 0 to less than 1 (--momentum).")
+        if is_place(self.optimizer) and (self.learning_rate is not None or self.weight_decay):
+            raise ConfigError(
+                f"The optimizer is made by {self.optimizer}: give it the learning rate and the weight decay there, and "
+                f"leave --lr and --weight-decay out."
+            )
         if self.momentum and self.optimizer != "sgd":
             raise ConfigError(f"Momentum belongs to sgd, and the optimizer is {self.optimizer}. Leave --momentum out.")
         if not 0 <= self.weight_decay < math.inf:

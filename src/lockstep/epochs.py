@@ -21,6 +21,10 @@ from lockstep.split.batch import split_into_shards
 from lockstep.steps import train_step
 
 
+class Stopped(RunError):
+    """The run ended itself, and has said so in an event."""
+
+
 def train(config: RunConfig, prepared: Prepared) -> Generator[Event, None, None]:
     """The events of a run: RunStarted, then StepDone and EpochDone, and RunDone with the result at last."""
     backend, engine_type, devices, task = prepared
@@ -87,6 +91,10 @@ def train(config: RunConfig, prepared: Prepared) -> Generator[Event, None, None]
                 )
                 yield history[-1]
             peak = peak_memory(backend, devices)
+        except RunError as problem:
+            if not isinstance(problem, Stopped):
+                yield RunStopped(len(history) + 1, step, str(problem), history, weights)
+            raise
         except KeyboardInterrupt:
             yield RunStopped(len(history) + 1, step, "interrupted", history, weights)
             raise Interrupted(f"interrupted after step {step}.{_kept(config, history)}") from None
@@ -121,9 +129,12 @@ def _stop(
 ) -> Generator[Event, None, None]:
     """Hands out what there is, then ends the run with a sentence."""
     rate = "" if config.learning_rate is None else f" {config.learning_rate:g}"
-    reason = f"epoch {epoch}, step {step}: {what}. The learning rate{rate} is likely too large"
+    why = f"The learning rate{rate} is likely too large; try a smaller one"
+    if step == 1:
+        why = "No update has happened yet: look at the data, the model and the loss"
+    reason = f"epoch {epoch}, step {step}: {what}. {why}"
     yield RunStopped(epoch, step, reason, history, weights)
-    raise RunError(f"{reason}; try a smaller one.{_kept(config, history)}")
+    raise Stopped(f"{reason}.{_kept(config, history)}")
 
 
 def _kept(config: RunConfig, history: list[EpochDone]) -> str:

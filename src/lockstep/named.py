@@ -1,5 +1,6 @@
 """Code of the user's own: named on the command line (`package.file:function`), called, and found in a traceback."""
 
+import difflib
 import importlib
 import sys
 import sysconfig
@@ -49,8 +50,10 @@ def load_named(name: str, what: str) -> Any:
         ) from problem
     for part in attribute.split("."):
         if not hasattr(found, part):
-            offers = [entry for entry in vars(found) if not entry.startswith("_")][:8]
-            raise ConfigError(f"{module} has no {part} for the {what}. It has: {', '.join(offers) or 'nothing'}.")
+            own = [n for n, v in vars(found).items() if getattr(v, "__module__", None) == module and n[:1] != "_"]
+            near = difflib.get_close_matches(part, own, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"{module} has no {part} for the {what}.{hint} It has: {', '.join(own) or 'nothing'}.")
         found = getattr(found, part)
     return found
 

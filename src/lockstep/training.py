@@ -68,12 +68,17 @@ def train(
         raise ConfigError("train got both epochs and num_epochs. Give it one of them.")
     if shards is not None and num_shards != 8:
         raise ConfigError("train got both shards and num_shards. Give it one of them.")
-    if not isinstance(optimizer, str) and (lr is not None or momentum or weight_decay):
+    is_function = not isinstance(optimizer, str) and not hasattr(optimizer, "param_groups")
+    if is_function and (lr is not None or momentum or weight_decay):
         raise ConfigError(
             "The optimizer is made by a function: give it the learning rate, momentum and weight decay there."
         )
-    if devices is not None and not isinstance(devices, (str, int)):
-        devices = ",".join(devices)
+    if data is None:
+        raise ConfigError("The data is None. Give a name, (X, y), ((X, y), (X_test, y_test)), or a map-style data set.")
+    if isinstance(devices, (list, tuple)):
+        devices = ",".join(map(str, devices))
+    elif devices is not None and not isinstance(devices, int):
+        devices = str(devices)  # also a device of the framework
     config = RunConfig(
         model=model if isinstance(model, str) else name_of(model),
         data=data if isinstance(data, str) else str(data) if isinstance(data, Path) else "data given in Python",

@@ -23,6 +23,9 @@ def smooth(output, y):
 def adam(params):
     return torch.optim.Adam(params, lr=1e-2)
 
+def fails():
+    open("not/there")
+
 number = 5
 """
 
@@ -83,9 +86,21 @@ def test_loss_and_optimizer_of_ones_own(own):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--model", "own_file:missing"), "own_file has no missing for the model. It has: "),
+        (
+            ("--model", "own_file:missing"),
+            "own_file has no missing for the model. It has: make_model, make_data, smooth, adam, fails.",
+        ),
         (("--model", "own_file:number"), "The model is a int. Give a torch.nn.Module, or a function that makes one."),
         (("--data", "own_file:number"), "The data own_file:number is a int. Name a function that gives the data."),
+        (("--model", "own_file:make_modle"), "own_file has no make_modle for the model. Did you mean 'make_model'?"),
+        (
+            ("--optimizer", "own_file:adam", "--lr", "0.1"),
+            "The optimizer is made by own_file:adam: give it the learning",
+        ),
+        (
+            ("--data", "own_file:fails"),
+            "The function for the data failed: FileNotFoundError: [Errno 2] No such file or",
+        ),
         (("--optimizer", "adamm"), "There is no optimizer called 'adamm'. Did you mean 'adam'?"),
         (("--schedule", "cosin"), "There is no schedule called 'cosin'. Did you mean 'cosine'?"),
         (("--momentum", "1.5"), "A momentum of 1.5 does not settle."),

@@ -44,6 +44,12 @@ def test_a_pair_of_inputs_is_no_training_and_test_part():
     assert dataset_of_arrays((X[:2], [0, 1]), "mine").y_train.tolist() == [0, 1]
 
 
+def test_parts_of_a_sample_are_as_they_are():
+    parts = {"tokens": np.ones((4, 2), np.uint8), "mask": np.ones((4, 2), bool)}
+    data = dataset_of_arrays((parts, Y), "mine")
+    assert {name: str(array.dtype) for name, array in data.X_train.items()} == {"tokens": "int64", "mask": "bool"}
+
+
 def test_the_hash_tells_data_apart():
     whole = dataset_of_arrays((X, Y), "a").sha256
     assert whole == dataset_of_arrays((torch.ones(4, 3), list(Y)), "b").sha256

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, RunError
 from lockstep.modules.losses import LOSSES, METRICS, first, summed
 
 
@@ -52,6 +52,19 @@ def test_sums_are_not_made_in_low_precision():
     total = summed(lambda output, y: values, "loss", None, None, 1000)
     assert total.dtype == torch.float32
     assert float(total) == pytest.approx(1000 * float(values[0]), rel=1e-6)
+
+
+def test_shapes_that_would_be_compared_each_with_each_are_refused():
+    for predicted, y in ((torch.zeros(4, 3), torch.zeros(4)), (torch.zeros(4), torch.zeros(4, 4))):
+        with pytest.raises(RunError, match="They must be the same"):
+            LOSSES["mse"](predicted, y)
+    y = torch.rand(4, 1)
+    torch.testing.assert_close(LOSSES["mse"](torch.zeros(4), y), y[:, 0].square())
+
+
+def test_classes_come_second():
+    with pytest.raises(RunError, match=r"Classes come second, as in PyTorch: \(samples, classes, positions\)"):
+        LOSSES["cross_entropy"](torch.zeros(4, 5, 7), torch.zeros(4, 5, dtype=torch.int64))
 
 
 def test_bce_takes_whole_numbers():

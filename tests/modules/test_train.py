@@ -304,6 +304,36 @@ def test_regression_with_numbers_in_one_column_or_none(vectors):
     assert flat.history[-1].train_loss < flat.first_loss
 
 
+def test_groups_by_name(vectors):
+    module = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
+
+    def by_name(named_parameters):
+        first = [param for name, param in named_parameters if name.startswith("0.")]
+        return torch.optim.SGD([{"params": first, "lr": 0.0}, {"params": [dict(named_parameters)["1.bias"]]}], lr=0.1)
+
+    trained = same_for_every_k(module, vectors, optimizer=by_name).module
+    assert torch.equal(trained[0].weight, module[0].weight)
+    assert torch.equal(trained[1].weight, module[1].weight)
+    assert not torch.equal(trained[1].bias, module[1].bias)
+
+
+@pytest.mark.parametrize("settings", [{}, {"batch_norm": "sync"}], ids=str)
+def test_parts_that_were_put_into_evaluation_mode_stay_there(vectors, settings):
+    module = nn.Sequential(nn.Linear(6, 4), nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5)), nn.Linear(4, 3))
+    module[1].eval()
+    trained = same_for_every_k(module, (vectors, vectors), **settings).module
+    assert float(trained[1][0].running_mean.abs().sum()) == 0
+    assert module[0].training
+    assert not module[1][0].training
+
+
+def test_devices_may_be_those_of_pytorch(vectors):
+    result = lockstep.train(model=nn.Linear(6, 3), data=vectors, devices=torch.device("cpu"), **SMALL)
+    assert result.devices == ["cpu:0"]
+    result = lockstep.train(model=nn.Linear(6, 3), data=vectors, devices=[torch.device("cpu:0"), "cpu:1"], **SMALL)
+    assert result.devices == ["cpu:0", "cpu:1"]
+
+
 # --- plain answers ---
 
 
@@ -367,6 +397,7 @@ def test_a_model_that_raises_on_one_rank_only_does_not_hold_up_the_others(vector
     assert threading.active_count() == 1
 
 
+PART = torch.rand(40, 6), torch.zeros(40, dtype=torch.int64)
 ERRORS = [
     ({"model": 5}, ConfigError, "The model is a int. Give a torch.nn.Module, or a function that makes one."),
     ({"model": lambda: 5}, ConfigError, "The function for the model gave a int."),
@@ -393,7 +424,7 @@ ERRORS = [
     (
         {"optimizer": lambda p: torch.optim.SGD(nn.Linear(1, 1).parameters())},
         ConfigError,
-        "The function for the optimizer gives it",
+        "The function for the optimizer gives",
     ),
     ({"optimizer": lambda p: p.x}, ConfigError, "The function for the optimizer failed: AttributeError: 'list' object"),
     ({"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau}, ConfigError, "The scheduler is a ReduceLROnPlateau."),
@@ -404,14 +435,31 @@ ERRORS = [
         "The function for the model failed: ZeroDivisionError: division by zero (at ",
     ),
     ({"loss": nn.Linear(3, 1)}, ConfigError, "The loss has parameters of its own"),
-    ({"metrics": [lambda o, y: y, lambda o, y: y]}, ConfigError, "Metrics need names of their own."),
-    ({"metrics": {"loss": "mse"}}, ConfigError, "A metric called 'loss' would hide the loss"),
+    (
+        {"metrics": [lambda o, y: y, lambda o, y: y], "data": (PART, PART)},
+        ConfigError,
+        "Metrics need names of their own.",
+    ),
+    ({"metrics": {"loss": "mse"}, "data": (PART, PART)}, ConfigError, "A metric called 'loss' would hide the loss"),
     (
         {"model": nn.Embedding(4, 3, max_norm=0.1), "data": (torch.arange(40) % 4, torch.zeros(40, dtype=int))},
         RunError,
         "The model changes its parameter weight in the forward pass",
     ),
-    ({"metrics": ["top5"]}, ConfigError, "There is no metric called 'top5'."),
+    ({"metrics": "accuracy", "data": PART}, ConfigError, "There are metrics and no test samples to measure."),
+    ({"data": None}, ConfigError, "The data is None."),
+    ({"devices": [0, 1]}, ConfigError, "'0' is not the name of a device."),
+    ({"schedule": None}, ConfigError, "schedule is None. It must be a name. A function of the optimizer goes to"),
+    ({"scheduler": "cosine"}, ConfigError, "The scheduler is a str. Every device has an optimizer of its own"),
+    ({"loss": nn.CrossEntropyLoss}, ConfigError, "The loss is the class CrossEntropyLoss. Make one"),
+    ({"model": nn.Linear(6, 3, device="meta")}, ConfigError, "weight is on the device meta, and has no numbers."),
+    ({"loss": "mse"}, RunError, "The model gives a shape of (2, 3) for targets of shape (2,)."),
+    (
+        {"loss": lambda o, y: o.sum(1) * torch.nan},
+        RunError,
+        "epoch 1, step 1: the loss is no longer a number. No update",
+    ),
+    ({"metrics": ["top5"], "data": (PART, PART)}, ConfigError, "There is no metric called 'top5'."),
     (
         {"data": (torch.rand(3, 6), torch.zeros(2))},
         DataError,

@@ -1,6 +1,7 @@
 """PyTorch. Besides this file, only those in `modules` import it."""
 
 import os
+import random
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -79,6 +80,7 @@ class TorchBackend:
             undo.enter_context(one_at_a_time(self._lock, "PyTorch"))
             undo.callback(torch.set_num_threads, torch.get_num_threads())
             undo.callback(torch.set_rng_state, torch.get_rng_state())  # the caller's own random numbers
+            undo.callback(random.setstate, random.getstate())  # PyTorch draws from them when it loads parts of itself
             if torch.cuda.is_initialized():
                 undo.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
             undo.callback(

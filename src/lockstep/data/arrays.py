@@ -63,12 +63,15 @@ def _checked(part: Any, name: str, kind: str) -> tuple[Nested, Nested]:
 
 
 def _mapped(given: Any, where: str, labels: bool) -> Nested:
-    """Tuples and dicts are parts of a sample; a list is one array, with an entry for each sample."""
+    """Tuples and dicts are parts of a sample; a list is one array, with an entry for each sample.
+
+    Bytes are images only where they are all of a sample: a part may be a mask, or tokens.
+    """
     match given:
         case dict():
-            return {name: _mapped(part, where, labels) for name, part in given.items()}
+            return {name: _mapped(part, where, labels=True) for name, part in given.items()}
         case tuple():
-            return tuple(_mapped(part, where, labels) for part in given)
+            return tuple(_mapped(part, where, labels=True) for part in given)
         case _:
             return _as_array(given, where, labels)
 
@@ -89,7 +92,7 @@ def _as_array(given: Any, where: str, labels: bool) -> Array:
             array = array.astype(np.float32)
         if not np.isfinite(array).all():
             raise DataError(f"{where} hold NaN, or numbers that are infinite in float32. Remove them first.")
-    elif labels or array.dtype not in (np.uint8, np.bool_):
+    elif array.dtype != np.bool_ and (labels or array.dtype != np.uint8):
         if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
             raise DataError(f"{where} hold {array.max()}, which does not fit into 64 bits with a sign.")
         array = array.astype(np.int64)

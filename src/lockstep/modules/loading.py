@@ -117,7 +117,12 @@ class Loader:
 
             def fetch(rank: int, start: int, stop: int, shards: dict[int, Any] = shards) -> tuple[Any, Any]:
                 place = place_of(self._devices[rank])
-                X, y = map_leaves(shards[start], lambda tensor: tensor[: stop - start].to(place, copy=True))
+
+                def put(tensor: torch.Tensor) -> torch.Tensor:
+                    kind = torch.float32 if tensor.dtype == torch.float64 else tensor.dtype  # as arrays are taken
+                    return tensor[: stop - start].to(place, kind, copy=True)
+
+                X, y = map_leaves(shards[start], put)
                 return X, y
 
             yield Batch(len(part), fetch)
@@ -141,6 +146,9 @@ class Loader:
         iterator = self._loader._iterator
         if iterator is not None and hasattr(iterator, "_shutdown_workers"):
             iterator._shutdown_workers()
+            for queue in getattr(iterator, "_index_queues", []):
+                if getattr(queue, "_thread", None) is not None:  # which feeds the queue, and ends by itself: soon
+                    queue._thread.join(timeout=5)
         self._loader._iterator = None
 
 

@@ -17,7 +17,13 @@ def cross_entropy(scores: Any, y: Tensor) -> Tensor:
 
     Positions whose label is -100 do not count, as in PyTorch.
     """
-    return _over_positions(F.cross_entropy(first(scores), y, reduction="none"), _counts(y))
+    scores = first(scores)
+    if scores.ndim > 2 and scores.shape[:-1] == y.shape and scores.shape[2:] != y.shape[1:]:
+        raise RunError(
+            f"The model gives scores of shape {tuple(scores.shape)} for labels of shape {tuple(y.shape)}. Classes come "
+            f"second, as in PyTorch: (samples, classes, positions). Use scores.transpose(1, 2) in the model."
+        )
+    return _over_positions(F.cross_entropy(scores, y, reduction="none"), _counts(y))
 
 
 def mse(predicted: Any, y: Tensor) -> Tensor:
@@ -88,5 +94,12 @@ def _over_positions(values: Tensor, counts: Tensor | None = None) -> Tensor:
 
 
 def _shaped_like(predicted: Tensor, y: Tensor) -> Tensor:
-    """(samples, 1) against (samples,) would be compared each with each: a well-known trap."""
-    return predicted.squeeze(1) if predicted.ndim == y.ndim + 1 and predicted.shape[1:] == (1,) else predicted
+    """The prediction in the shape of its target. Other shapes are refused: PyTorch would compare each with each."""
+    if {predicted.shape, y.shape} == {y.shape[:1], (*y.shape[:1], 1)}:  # a column and a vector
+        return predicted.reshape(y.shape)
+    if predicted.shape != y.shape:
+        raise RunError(
+            f"The model gives a shape of {tuple(predicted.shape)} for targets of shape {tuple(y.shape)}. They must be "
+            f"the same: reshape one of them."
+        )
+    return predicted

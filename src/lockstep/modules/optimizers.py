@@ -1,5 +1,6 @@
 """Optimizers: PyTorch's own, by name or from a function of the parameters."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from lockstep.errors import ConfigError
 from lockstep.named import OWN
 from lockstep.registry import pick
 
-MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+MakeOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter], RunConfig], torch.optim.Optimizer]] = {
     "sgd": lambda params, config: torch.optim.SGD(
@@ -23,10 +24,10 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter], RunConfig], torch.optim.Opti
 
 
 def optimizer_maker(config: RunConfig, given: Any) -> MakeOptimizer:
-    """A function of a replica's trainable parameters that makes its optimizer."""
+    """A function of a replica's trainable parameters, by name, that makes its optimizer."""
     if given is None:
         named = pick(OPTIMIZERS, config.optimizer, "optimizer", more=OWN)
-        return lambda params: named(params, config)
+        return lambda params: named([param for _, param in params], config)
     if isinstance(given, torch.optim.Optimizer):
         kind = type(given).__name__
         raise ConfigError(
@@ -36,8 +37,9 @@ def optimizer_maker(config: RunConfig, given: Any) -> MakeOptimizer:
     if not callable(given):
         raise ConfigError(f"The optimizer is a {type(given).__name__}. Give a name, or a function of the parameters.")
 
-    def make(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-        optimizer = given(params)
+    def make(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        params = [param for _, param in named]
+        optimizer = given(named if _wants_names(given) else params)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(
                 f"The function for the optimizer gave a {type(optimizer).__name__}. It must give a "
@@ -56,3 +58,11 @@ def optimizer_maker(config: RunConfig, given: Any) -> MakeOptimizer:
         return optimizer
 
     return make
+
+
+def _wants_names(function: Callable[..., Any]) -> bool:
+    """Whether a function's argument is called named_parameters: it gets pairs, as from `module.named_parameters()`."""
+    try:
+        return "named_parameters" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some classes cannot be looked at
+        return False

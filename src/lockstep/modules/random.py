@@ -167,6 +167,10 @@ class NoDraws(TorchFunctionMode):
 
 
 class _Refuse(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if SEEDED in func.tags:
             raise RuntimeError(

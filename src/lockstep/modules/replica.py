@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,12 +63,14 @@ class ModuleReplica:
         shapes = tuple(tuple(param.shape) for param in self._params)
         self._layout = Layout(tuple(name for name, _ in self._trained), shapes)
         self._gaps = [self._zeros(size) for size in self._layout.pieces[1::2]] + [None]
-        self._optimizer = recipe.optimizer(self._params)
+        self._optimizer = recipe.optimizer(self._trained)
         self._rates = [group.get("lr") for group in self._optimizer.param_groups]
         self._scheduler = recipe.scheduler(self._optimizer) if recipe.scheduler else None
         self._buffers = Buffers(self.module, recipe.is_sync)
         self._attributes = Attributes(self.module)
         self._random = KeyedRandom(self._place)
+        self._has_computed = False
+        self._modes = modes_of(recipe.module)
         self._step = 0  # that the buffers are prepared for
         self._sync = None
         if recipe.is_sync:
@@ -95,6 +98,7 @@ class ModuleReplica:
     def _start(self, step: int) -> None:
         """Everything as it has to be before the first shard of a step."""
         self.module.train()
+        set_modes(self.module, self._modes)
         trained = [id(param) for param in self.module.parameters() if param.requires_grad]
         if trained != [id(param) for param in self._params]:
             raise RunError("The module changed which parameters are trained (requires_grad) in mid-run. Do it before.")
@@ -106,12 +110,11 @@ class ModuleReplica:
     def forward(self, module: nn.Module, random: KeyedRandom, step: int, shard: Shard) -> Tensor:
         """The summed loss of a shard, from `module`, which is the replica's own or a twin of it."""
         versions = [param._version for param in self._params]
-        with (
-            no_draws_outside_of_pytorch(),
-            random.start(shard_seed(self._recipe.seed, step, shard.number)),
-            self._autocast(),
-        ):
+        # not for the first: PyTorch loads parts of itself when they are needed, and draws a name for a file in between
+        watch = no_draws_outside_of_pytorch() if self._has_computed else nullcontext()
+        with watch, random.start(shard_seed(self._recipe.seed, step, shard.number)), self._autocast():
             loss = summed(self._loss, "loss", call(module, shard.X), shard.y, shard.num_samples)
+        self._has_computed = True
         if not loss.requires_grad:
             raise RunError(
                 "The loss does not depend on any parameter that is trained. Is everything frozen, or detached?"
@@ -175,12 +178,14 @@ class ModuleReplica:
         with (
             torch.no_grad(),
             plain_errors(self._place.type),
-            no_draws_outside_of_pytorch(),
             self._random.start(shard_seed(self._recipe.seed, 0, 0)),
             self._autocast(),
         ):
             output = call(self.module, X)
-            return {name: float(summed(metric, name, output, y, num_samples)) for name, metric in metrics.items()}
+            return {
+                name: float(summed(metric, f"metric {name}" if name != "loss" else name, output, y, num_samples))
+                for name, metric in metrics.items()
+            }
 
     def arrays(self) -> dict[str, Array]:
         return arrays_of(self.module)
@@ -212,6 +217,17 @@ def copy_of(module: nn.Module, place: torch.device) -> nn.Module:
 def gradients_of(module: nn.Module) -> list[int]:
     """Something that changes when a parameter of the module gets a gradient."""
     return [id(param.grad) for param in module.parameters()]
+
+
+def modes_of(module: nn.Module) -> list[str]:
+    """The parts of a module in training mode that are not: somebody wants them in evaluation mode, also in training."""
+    return [name for name, part in module.named_modules() if not part.training] if module.training else []
+
+
+def set_modes(module: nn.Module, in_evaluation: list[str]) -> None:
+    """Puts these parts, each for itself, into evaluation mode."""
+    for name in in_evaluation:
+        module.get_submodule(name).training = False
 
 
 def load(module: nn.Module, weights: dict[str, Array]) -> None:

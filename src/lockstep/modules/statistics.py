@@ -5,6 +5,7 @@ from zero, it leaves m x; the merge then goes through the shards in their order:
 All layers' statistics lie in one vector, so this takes a few operations a shard, however many layers there are.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,8 +56,11 @@ class Statistics:
             if isinstance(norm, BATCH_NORM):
                 norm._buffers["num_batches_tracked"] = self._counts[number]
             else:  # instance norm does not count its calls
-                norm.register_forward_pre_hook(lambda norm, _, at=number: self._counts[at].add_(int(norm.training)))
+                norm.register_forward_pre_hook(partial(self._count, number))
         self._settings: list[tuple[bool, float | None]] = []
+
+    def _count(self, number: int, norm: nn.Module, inputs: Any) -> None:
+        self._counts[number].add_(int(norm.training))
 
     def start_step(self) -> None:
         """Remembers what all shards start from. A layer that is not training uses its statistics: they stay."""

@@ -114,7 +114,8 @@ class SyncNorms:
         walks: list[Walk] = []
         try:
             for twin, shard in zip(self._twins, shards, strict=False):
-                forward = partial(self._replica.forward, twin.train(), KeyedRandom(self._place), step, shard)
+                _set_modes(twin, self._replica.module)
+                forward = partial(self._replica.forward, twin, KeyedRandom(self._place), step, shard)
                 walks.append(Walk(forward, self._start_thread))
             self._walk_forward(walks, meet)
         finally:
@@ -212,6 +213,11 @@ def _twin_of(module: nn.Module) -> nn.Module:
                 )
             norm.forward = partial(_forward, norm, name, norm.forward)
     return twin
+
+
+def _set_modes(twin: nn.Module, module: nn.Module) -> None:
+    for ours, theirs in zip(twin.modules(), module.modules(), strict=True):
+        ours.training = theirs.training
 
 
 def _check_buffers(twin: nn.Module, module: nn.Module) -> None:

@@ -25,12 +25,22 @@ from lockstep.modules.loading import Loader, as_arrays, check_keyed, check_map_s
 from lockstep.modules.losses import LOSSES, METRICS, PerSample
 from lockstep.modules.optimizers import optimizer_maker
 from lockstep.modules.random import AUGMENTATION, random_numbers_of
-from lockstep.modules.replica import ModuleRecipe, ModuleReplica, arrays_of, call, copy_of, gradients_of, load
+from lockstep.modules.replica import (
+    ModuleRecipe,
+    ModuleReplica,
+    arrays_of,
+    call,
+    copy_of,
+    gradients_of,
+    load,
+    modes_of,
+    set_modes,
+)
 from lockstep.named import OWN, called, is_place, load_named
 from lockstep.rates import Rates
 from lockstep.registry import pick
 from lockstep.samples import Feed, Samples
-from lockstep.task import Given, Task, num_steps
+from lockstep.task import PIECE, Given, Task, num_steps
 
 
 def module_task(config: RunConfig, devices: list[Device], model: Any, data: Any, given: Given) -> Task:
@@ -46,6 +56,15 @@ def module_task(config: RunConfig, devices: list[Device], model: Any, data: Any,
         optimizer = load_named(config.optimizer, "optimizer")
     if given.scheduler is not None and (config.schedule != "constant" or config.warmup):
         raise ConfigError("There is a scheduler, and a schedule or a warm-up too. Give one of them.")
+    if isinstance(loss, type):
+        raise ConfigError(f"The loss is the class {loss.__name__}. Make one: {loss.__name__}(reduction='none').")
+    if given.metrics is not None and test is None:
+        raise ConfigError("There are metrics and no test samples to measure. Give both parts: data=(training, test).")
+    if given.scheduler is not None and not callable(given.scheduler):
+        raise ConfigError(
+            f"The scheduler is a {type(given.scheduler).__name__}. Every device has an optimizer of its own: give a "
+            f"function that makes one, scheduler=lambda optimizer: ..., or a name as schedule=."
+        )
     if isinstance(loss, nn.Module) and any(param.requires_grad for param in loss.parameters()):
         raise ConfigError("The loss has parameters of its own, which nobody would train. Make them part of the model.")
     recipe = ModuleRecipe(
@@ -82,7 +101,7 @@ def module_task(config: RunConfig, devices: list[Device], model: Any, data: Any,
         num_train=num_train,
         num_test=num_test,
         data_sha256=None if in_memory is None else in_memory.sha256,
-        piece=-(-config.batch_size // config.num_shards),  # as large as a shard, which fits into memory
+        piece=max(-(-config.batch_size // config.num_shards), min(config.batch_size, PIECE)),  # fits: no gradients
         trained=finished,
         notes=notes(config, devices, num_train),
     )
@@ -145,6 +164,8 @@ def made_module(model: Any, data: Dataset | None, seed: int) -> nn.Module:
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
             raise ConfigError(f"{name} has no shape yet (a lazy layer). Run one sample through the module first.")
+        if tensor.is_meta:
+            raise ConfigError(f"{name} is on the device meta, and has no numbers. Make the module on the CPU.")
         if isinstance(tensor, nn.Parameter) and tensor.requires_grad and tensor.dtype != torch.float32:
             raise ConfigError(
                 f"The parameter {name} is {tensor.dtype}. Lockstep trains float32 parameters: use module.float(); for "
@@ -164,7 +185,8 @@ def made_module(model: Any, data: Dataset | None, seed: int) -> nn.Module:
 
 def check_optimizer(recipe: ModuleRecipe) -> None:
     """What the functions for optimizer and scheduler refuse, they refuse now, on copies."""
-    copies = [nn.Parameter(param.detach().clone()) for param in recipe.module.parameters() if param.requires_grad]
+    named = recipe.module.named_parameters()
+    copies = [(name, nn.Parameter(param.detach().clone())) for name, param in named if param.requires_grad]
     optimizer = called(recipe.optimizer, "optimizer", copies)
     if recipe.scheduler is not None:
         scheduler = called(recipe.scheduler, "scheduler", optimizer)
@@ -188,7 +210,9 @@ def check_smallest_shard(config: RunConfig, module: nn.Module, train: Any, num_t
     sample = map_leaves(sample, lambda tensor: tensor.float() / 255 if tensor.dtype == torch.uint8 else tensor)
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            call(copy.deepcopy(module).cpu().train(), sample)
+            one = copy_of(module, torch.device("cpu")).train()
+            set_modes(one, modes_of(module))
+            call(one, sample)
     except ValueError as problem:
         if "more than 1 value per channel" not in str(problem):
             return
