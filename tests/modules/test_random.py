@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import lockstep
 from lockstep.errors import RankError, RunError
 from lockstep.modules.random import KeyedRandom, NoDraws, shard_seed
+from lockstep.modules.replica import LOOK_STEPS
 
 CPU = torch.device("cpu")
 X = torch.rand(4, 6, 8)
@@ -134,6 +135,25 @@ def test_an_optimizer_that_draws_is_keyed_by_the_step(vectors):
         lockstep.train(model=module, devices=k, optimizer=lambda p: Langevin(p, 0.1), **settings).weights_sha256
         for k in (1, 2, 3)
     }
+    assert len(hashes) == 1
+
+
+def test_a_model_that_begins_to_draw_in_mid_run_is_keyed_from_then_on(vectors):
+    class Later(nn.Linear):
+        def __init__(self):
+            super().__init__(6, 3)
+            self.register_buffer("calls", torch.tensor(0))
+
+        def forward(self, x):
+            self.calls += int(self.training)
+            return super().forward(F.dropout(x, 0.5) if self.calls > 8 * LOOK_STEPS + 10 else x)
+
+    module = Later()
+    settings = {"data": vectors, "batch_size": 8, "epochs": 2, "quiet": True}
+    hashes = set()
+    for k in (1, 2, 4, 8):
+        torch.manual_seed(k)
+        hashes.add(lockstep.train(model=module, devices=k, **settings).weights_sha256)
     assert len(hashes) == 1
 
 

@@ -24,12 +24,15 @@ from lockstep.modules.random import (
     OPTIMIZER,
     KeyedRandom,
     NoDraws,
+    drawn_so_far,
     no_draws_outside_of_pytorch,
     seed_of,
     shard_seed,
 )
 from lockstep.modules.sync import SyncNorms
 from lockstep.rates import Rates
+
+LOOK_STEPS = 2  # in which every operation is watched: does it draw?
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,9 @@ class ModuleReplica:
         for shard in shards:
             with plain_errors(self._place.type):
                 self._buffers.start_shard()
-                loss = self.forward(self.module, self._random, step, shard)
+                loss = self._unwatched(shard) if step > LOOK_STEPS and not self._random.has_drawn else None
+                if loss is None:
+                    loss = self.forward(self.module, self._random, step, shard)
                 with NoDraws():
                     # from its edge: a call with a tensor would be one of those to watch, with all that it calls
                     torch.autograd.backward(get_gradient_edge(loss), torch.ones_like(loss))
@@ -107,12 +112,26 @@ class ModuleReplica:
             self._buffers.restore()
             self._buffers.start_step()
 
+    def _unwatched(self, shard: Shard) -> Tensor | None:
+        """The summed loss of a shard, if nobody has drawn random numbers meanwhile."""
+        before = drawn_so_far(self._place)
+        loss = self._loss_of(self.module, shard)
+        if drawn_so_far(self._place) == before:
+            return loss
+        self._random.has_drawn = True  # or another rank has: then it is watched for nothing, and gives the same bits
+        self._buffers.start_shard()
+        return None
+
     def forward(self, module: nn.Module, random: KeyedRandom, step: int, shard: Shard) -> Tensor:
         """The summed loss of a shard, from `module`, which is the replica's own or a twin of it."""
+        with random.start(shard_seed(self._recipe.seed, step, shard.number)):
+            return self._loss_of(module, shard)
+
+    def _loss_of(self, module: nn.Module, shard: Shard) -> Tensor:
         versions = [param._version for param in self._params]
         # not for the first: PyTorch loads parts of itself when they are needed, and draws a name for a file in between
         watch = no_draws_outside_of_pytorch() if self._has_computed else nullcontext()
-        with watch, random.start(shard_seed(self._recipe.seed, step, shard.number)), self._autocast():
+        with watch, self._autocast():
             loss = summed(self._loss, "loss", call(module, shard.X), shard.y, shard.num_samples)
         self._has_computed = True
         if not loss.requires_grad:
