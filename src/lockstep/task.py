@@ -18,7 +18,7 @@ from lockstep.replica import FlatRecipe, FlatReplica
 from lockstep.samples import Feed, Samples
 from lockstep.update import RULES
 
-PIECE = 256  # samples that are tested together, at most; part of the answer's definition, like the number of shards
+PIECE = 256  # samples that LeNet is tested on together; part of the answer's definition, like the number of shards
 
 
 @dataclass(frozen=True)

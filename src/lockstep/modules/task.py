@@ -40,7 +40,7 @@ from lockstep.named import OWN, called, is_place, load_named
 from lockstep.rates import Rates
 from lockstep.registry import pick
 from lockstep.samples import Feed, Samples
-from lockstep.task import PIECE, Given, Task, num_steps
+from lockstep.task import Given, Task, num_steps
 
 
 def module_task(config: RunConfig, devices: list[Device], model: Any, data: Any, given: Given) -> Task:
@@ -101,7 +101,7 @@ def module_task(config: RunConfig, devices: list[Device], model: Any, data: Any,
         num_train=num_train,
         num_test=num_test,
         data_sha256=None if in_memory is None else in_memory.sha256,
-        piece=max(-(-config.batch_size // config.num_shards), min(config.batch_size, PIECE)),  # fits: no gradients
+        piece=-(-config.batch_size // config.num_shards),  # as large as a shard, which fits into memory
         trained=finished,
         notes=notes(config, devices, num_train),
     )
