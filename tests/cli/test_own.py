@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 FILE = """
@@ -128,6 +129,18 @@ def test_built_in_models_train_and_are_evaluated(lockstep, tiny, model):
     assert answer.status == 0, answer.err
     again = [lockstep("evaluate", "run", "--devices", k, "--json").json for k in (1, 3)]
     assert again[0]["metrics"] == again[1]["metrics"] == answer.json["metrics"]
+
+
+def test_the_transformer_takes_tokens_from_a_file(lockstep, tmp_path):
+    tokens = np.arange(9 * 20).reshape(20, 9) % 11
+    X, y = tokens[:, :-1], tokens[:, 1:]
+    np.savez(tmp_path / "tokens.npz", X_train=X, y_train=y, X_test=X, y_test=y)
+    settings = ("--model", "transformer", "--data", "tokens.npz", "--batch-size", 10, "--epochs", 1, "--json")
+    answers = [lockstep("train", *settings, "--optimizer", "adamw", "--devices", k) for k in (1, 3)]
+    assert [answer.status for answer in answers] == [0, 0], answers[0].err
+    assert answers[0].json["weights_sha256"] == answers[1].json["weights_sha256"]
+    refused = lockstep("train", *settings, "--model", "lenet")
+    assert "lenet takes samples of shape 1x28x28" in refused.err
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw"])

@@ -37,7 +37,7 @@ Shards = Annotated[
     int,
     typer.Option(help="Parts that every batch is cut into. Changing it changes the bits; changing --devices does not."),
 ]
-Seed = Annotated[int, typer.Option(help="Decides the starting weights and the order of samples.")]
+Seed = Annotated[int, typer.Option(help="Decides the starting weights, the order of samples, and dropout.")]
 Backend = Annotated[
     str, typer.Option(help=f"The framework: {', '.join(BACKENDS)}. `lockstep devices` says which are here.")
 ]

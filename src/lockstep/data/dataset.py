@@ -90,17 +90,21 @@ def _largest(*parts: Nested | None) -> int:
 
 
 def checked_dataset(name: str, X_train: Array, y_train: Array, X_test: Array, y_test: Array) -> Dataset:
-    """The data set, once samples and labels fit together; images without a channel dimension get one."""
+    """The data set, once samples and labels fit together; images without a channel dimension get one.
+
+    Samples are bytes or floats (images, vectors), or whole numbers (tokens), with the next tokens as labels if need be.
+    """
     parts = []
     for part, X, y in (("train", X_train, y_train), ("test", X_test, y_test)):
-        if X.dtype != np.uint8 and not np.issubdtype(X.dtype, np.floating):
-            raise DataError(f"{name}: X_{part} has numbers of type {X.dtype}. Use uint8 or float32.")
+        is_tokens = X.dtype.kind in "iu" and X.dtype != np.uint8
+        if X.dtype != np.uint8 and not is_tokens and not np.issubdtype(X.dtype, np.floating):
+            raise DataError(f"{name}: X_{part} has numbers of type {X.dtype}. Use uint8, float32, or int64 for tokens.")
         if y.dtype.kind not in "iu":
             raise DataError(f"{name}: y_{part} has numbers of type {y.dtype}. Labels are whole numbers from 0 on.")
-        if y.ndim != 1 or X.ndim < 2:
+        if X.ndim < 2 or not (y.ndim == 1 or (is_tokens and y.shape == X.shape)):
             raise DataError(
                 f"{name}: X_{part} has shape {X.shape} and y_{part} {y.shape}. "
-                f"X needs samples first and at least one more dimension, y one label for each sample."
+                f"X needs samples first and at least one more dimension, y one label for each sample (or token)."
             )
         if len(X) != len(y) or not len(X):
             raise DataError(f"{name}: {len(X)} samples in X_{part} and {len(y)} labels in y_{part}.")
@@ -113,7 +117,9 @@ def checked_dataset(name: str, X_train: Array, y_train: Array, X_test: Array, y_
                 raise DataError(
                     f"{name}: X_{part} holds NaN, or numbers that are infinite in float32. Remove them first."
                 )
-        X = X[:, None] if X.ndim == 3 else X
+        if is_tokens and (X.min() < 0 or X.max() >= 2**31):
+            raise DataError(f"{name}: the tokens in X_{part} go from {X.min()} to {X.max()}. Use 0 to {2**31 - 1}.")
+        X = X.astype(np.int64) if is_tokens else X[:, None] if X.ndim == 3 else X
         parts += [np.ascontiguousarray(X), y.astype(np.int64)]
     X_train, y_train, X_test, y_test = parts
     if X_train.dtype != X_test.dtype:
