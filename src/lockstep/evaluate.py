@@ -6,6 +6,7 @@ gets the same answer, on any of them. The pieces' sums are added with one roundi
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from lockstep.layout import Array, sha256_of
 from lockstep.named import is_place
 from lockstep.prepare import prepare
 from lockstep.report.runlog import read_run
-from lockstep.samples import Feed
+from lockstep.samples import Feed, lost_loaders
 from lockstep.split.batch import split_into_shards
 from lockstep.split.ranks import split_over_ranks
 
@@ -116,10 +117,8 @@ def evaluate_run(
     with engine_type(backend, found, config.exchange) as engine:
         replicas = engine.replicate(lambda device: task.replica(device, state))
         feed = task.test_set(engine)
-        try:
+        with closing(feed), lost_loaders():
             metrics = measure_all(engine, replicas, feed, task.piece, config.batch_size)
-        finally:
-            feed.close()
     return Evaluation(
         test_accuracy=metrics.get("accuracy"),
         metrics=metrics,

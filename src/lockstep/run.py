@@ -8,6 +8,7 @@ from lockstep.prepare import prepare
 from lockstep.report.console import Console, fetch_progress
 from lockstep.report.events import Event, Result, RunDone
 from lockstep.report.runlog import RunLog
+from lockstep.samples import lost_loaders
 from lockstep.task import Given
 
 
@@ -25,8 +26,9 @@ def run(config: RunConfig, given: Given | None = None, quiet: bool = False) -> R
                 console.show(event)
 
         try:
-            for event in events:
-                tell(event)
+            with lost_loaders():
+                for event in events:
+                    tell(event)
         except KeyboardInterrupt:  # it came while an event was being told: let the run itself stop, in its own words
             tell(events.throw(KeyboardInterrupt()))
             next(events)

@@ -1,15 +1,17 @@
 """Samples within reach of every rank, and batches of them."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
 from lockstep.backends import Tensor
 from lockstep.data.dataset import leaves_of, map_leaves
 from lockstep.engines import Batch, Engine
+from lockstep.errors import RunError
 from lockstep.layout import Array
 
-Cut = Callable[[int], list[range]]  # samples of a batch -> its shards
+Split = Callable[[int], list[range]]  # samples of a batch -> its shards
 
 
 class Feed(Protocol):
@@ -18,13 +20,28 @@ class Feed(Protocol):
     num_samples: int
     in_memory: bool  # a batch may be as large as all samples: nothing is loaded before it is fetched
 
-    def batches(self, order: Array, batch_size: int, cut: Cut, epoch: int) -> Iterator[Batch]:
-        """The samples in `order`, in batches; a rank will fetch the shards that `cut` makes of each."""
+    def batches(self, order: Array, batch_size: int, split: Split, epoch: int) -> Iterator[Batch]:
+        """The samples in `order`, in batches; a rank will fetch the shards that `split` makes of each."""
         ...
 
     def close(self) -> None:
         """Ends what was started to load samples."""
         ...
+
+
+@contextmanager
+def lost_loaders() -> Iterator[None]:
+    """Says in a sentence that a process which loads samples has died: the news may come at any line of this thread."""
+    try:
+        yield
+    except RuntimeError as problem:
+        if "DataLoader worker" not in str(problem):
+            raise
+        said = str(problem).partition(". ")[0]
+        raise RunError(
+            f"The data cannot be loaded: {said}. It was killed, or ran out of memory: use fewer processes (--workers), "
+            f"or none to see more (--workers 0)."
+        ) from problem
 
 
 class Samples:
@@ -39,7 +56,7 @@ class Samples:
             map_leaves((X, y), partial(_of_rank, placed, number)) for number in range(len(engine.local_ranks))
         ]
 
-    def batches(self, order: Array, batch_size: int, cut: Cut, epoch: int = 0) -> Iterator[Batch]:
+    def batches(self, order: Array, batch_size: int, split: Split, epoch: int = 0) -> Iterator[Batch]:
         take, places = self._engine.backend.take, self._engine.place(order)
         for first in range(0, len(order), batch_size):
 

@@ -4,6 +4,7 @@ What a worker loads is a shard. The order of samples is the run's, and random nu
 Python, numpy or PyTorch) are keyed by (seed, epoch, sample): neither the devices nor the workers change a bit.
 """
 
+import threading
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from lockstep.errors import DataError, RunError
 from lockstep.layout import Array
 from lockstep.modules.random import AUGMENTATION, random_numbers_of
 from lockstep.named import user_source_line
-from lockstep.samples import Cut
+from lockstep.samples import Split
 
 PREFETCH = 4  # shards that a worker loads ahead
 
@@ -89,7 +90,7 @@ class Loader:
     in_memory = False
 
     def __init__(self, data: Any, what: str, devices: list[Device], seed: int, num_workers: int) -> None:
-        self._data, self._what, self._devices, self._seed = data, what, devices, seed
+        self._what, self._devices, self._threads_before = what, devices, set(threading.enumerate())
         self.num_samples = len(data)
         self._wanted = WantedShards()
         self._loader = DataLoader(
@@ -103,17 +104,21 @@ class Loader:
             pin_memory=False,
         )
 
-    def batches(self, order: Array, batch_size: int, cut: Cut, epoch: int) -> Iterator[Batch]:
+    def batches(self, order: Array, batch_size: int, split: Split, epoch: int) -> Iterator[Batch]:
         numbers = order.tolist()
         parts = [numbers[first : first + batch_size] for first in range(0, len(numbers), batch_size)]
         self._wanted.shards = [
-            Wanted(epoch, part[shard.start : shard.stop]) for part in parts for shard in cut(len(part))
+            Wanted(epoch, part[shard.start : shard.stop]) for part in parts for shard in split(len(part))
         ]
         with warnings.catch_warnings():  # of forking while there are threads: those of the ranks are idle now
             warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-            loaded = iter(self._loader)
+            try:
+                loaded = iter(self._loader)
+            except RuntimeError as problem:  # a worker is dead already; the others end when nobody knows them any more
+                traceback.clear_frames(problem.__traceback__)
+                raise
         for part in parts:
-            shards = {shard.start: self._next(loaded) for shard in cut(len(part))}
+            shards = {shard.start: self._next(loaded) for shard in split(len(part))}
 
             def fetch(rank: int, start: int, stop: int, shards: dict[int, Any] = shards) -> tuple[Any, Any]:
                 place = place_of(self._devices[rank])
@@ -132,8 +137,8 @@ class Loader:
         torch.set_num_threads(1)  # as in a worker process: it may change the last bit of a sum
         try:
             shard = next(loaded)
-        except RuntimeError as problem:  # of the loader itself: those of a sample are `Failed`
-            raise RunError(f"The {self._what} data cannot be loaded: {_sentence(problem)}") from problem
+        except (EOFError, ConnectionError) as problem:  # it ended while it handed something over
+            raise RunError(f"The {self._what} data cannot be loaded: a process that loads it has ended.") from problem
         finally:
             torch.set_num_threads(num_threads)
         if isinstance(shard, Failed):
@@ -146,10 +151,10 @@ class Loader:
         iterator = self._loader._iterator
         if iterator is not None and hasattr(iterator, "_shutdown_workers"):
             iterator._shutdown_workers()
-            for queue in getattr(iterator, "_index_queues", []):
-                if getattr(queue, "_thread", None) is not None:  # which feeds the queue, and ends by itself: soon
-                    queue._thread.join(timeout=5)
         self._loader._iterator = None
+        for thread in set(threading.enumerate()) - self._threads_before:
+            if thread.name == "QueueFeederThread":  # of a queue to a worker; it ends by itself, soon
+                thread.join(timeout=5)
 
 
 class WantedShards(Sampler[Wanted]):
