@@ -23,7 +23,10 @@ def test_the_python_on_this_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {}
     for number, block in enumerate(blocks(page, "python"), start=1):
-        exec(compile(block, f"{name(page)}, block {number}", "exec"), namespace)
+        try:
+            exec(compile(block, f"{name(page)}, block {number}", "exec"), namespace)
+        except Exception as problem:
+            pytest.fail(f"{name(page)}, block {number}: {type(problem).__name__}: {problem}")
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "sh")], ids=name)

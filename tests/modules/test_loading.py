@@ -58,15 +58,17 @@ def test_workers_and_devices_do_not_change_a_bit(vectors):
 
 def test_without_noise_they_are_those_of_the_arrays(vectors):
     module = nn.Linear(6, 3)
-    arrays = lockstep.train(model=module, data=vectors, devices=2, **SETTINGS)
+    arrays = lockstep.train(model=module, data=(vectors, vectors), devices=2, **SETTINGS)
     for data in (
         Own(vectors, noise=0.0),
         TensorDataset(*vectors),
         Subset(TensorDataset(*vectors), range(40)),
         ConcatDataset([Subset(Own(vectors, 0.0), range(10)), Subset(Own(vectors, 0.0), range(10, 40))]),
     ):
-        result = lockstep.train(model=module, data=data, devices=2, workers=1, **SETTINGS)
+        result = lockstep.train(model=module, data=(data, data), devices=2, workers=1, **SETTINGS)
         assert result.weights_sha256 == arrays.weights_sha256, type(data).__name__
+        assert result.test_accuracy == arrays.test_accuracy, "each test sample counts once, however it is loaded"
+        assert result.metrics["loss"] == pytest.approx(arrays.metrics["loss"], rel=1e-6)
 
 
 def test_samples_are_loaded_by_other_processes(vectors, tmp_path):

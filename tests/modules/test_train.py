@@ -169,7 +169,11 @@ def test_targets_may_have_parts_too(vectors):
     def loss(output, y):
         return F.cross_entropy(output, y["label"], reduction="none") * y["weight"]
 
-    same_for_every_k(nn.Linear(6, 3), (X, {"label": y, "weight": torch.rand(40)}), loss=loss)
+    module, weight = nn.Linear(6, 3), torch.rand(40)
+    weighted = same_for_every_k(module, (X, {"label": y, "weight": weight}), loss=loss)
+    plain = same_for_every_k(module, (X, {"label": y, "weight": torch.ones(40)}), loss=loss)
+    assert plain.weights_sha256 == same_for_every_k(module, vectors).weights_sha256
+    assert weighted.weights_sha256 != plain.weights_sha256
 
 
 def test_the_module_that_was_given_is_left_as_it_was(vectors):
@@ -211,7 +215,9 @@ def test_dropout_depends_on_seed_step_and_shard(vectors):
 
 
 def test_random_numbers_of_the_models_own_are_keyed_too(vectors):
-    same_for_every_k(nn.Sequential(nn.Linear(6, 6), Noisy(), nn.Linear(6, 3)), vectors)
+    module = nn.Sequential(nn.Linear(6, 6), Noisy(), nn.Linear(6, 3))
+    noisy = [same_for_every_k(module, vectors, seed=seed).weights_sha256 for seed in (0, 0, 1)]
+    assert noisy[0] == noisy[1] != noisy[2]
 
 
 class Noisy(nn.Module):
@@ -282,7 +288,8 @@ def test_bfloat16_is_another_run_and_keeps_float32_parameters(vectors):
 def test_batches_smaller_than_the_shards_and_uneven_ones(vectors, sizes):
     batch_size, shards = sizes
     module = nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.3), nn.Linear(4, 3))
-    same_for_every_k(module, vectors, batch_size=batch_size, shards=shards, epochs=1)
+    result = same_for_every_k(module, vectors, batch_size=batch_size, shards=shards, epochs=1)
+    assert result.steps == -(-40 // batch_size), "every sample is trained on, also those of the short last batch"
 
 
 @pytest.mark.parametrize("exchange", ["gather", "tree"])
@@ -537,7 +544,11 @@ def test_what_is_only_kept_to_be_looked_at_is_no_memory(vectors):
             self.last, self.auxiliary = x, x.sum()
             return super().forward(x)
 
-    same_for_every_k(Keeps(), vectors)
+    module = Keeps()
+    result = same_for_every_k(module, vectors)
+    plain = nn.Linear(6, 3)
+    plain.load_state_dict(module.state_dict())
+    assert result.weights_sha256 == same_for_every_k(plain, vectors).weights_sha256
 
 
 def test_a_module_that_cannot_be_copied_is_refused(vectors):
@@ -561,7 +572,8 @@ def test_a_class_with_a_method_called_load_is_a_function_that_makes_a_model(vect
         def load(cls, path):
             raise NotImplementedError
 
-    lockstep.train(model=Net, data=vectors, devices=1, **SMALL)
+    result = lockstep.train(model=Net, data=vectors, devices=1, **SMALL)
+    assert type(result.module) is Net
 
 
 def test_expanded_buffers_are_taken(vectors):
@@ -573,7 +585,8 @@ def test_expanded_buffers_are_taken(vectors):
         def forward(self, x):
             return super().forward(x * self.scale)
 
-    same_for_every_k(Expanded(), vectors)
+    result = same_for_every_k(Expanded(), vectors)
+    assert torch.equal(result.module.scale, torch.ones(6))
 
 
 def test_sparse_gradients_are_refused(vectors):
