@@ -11,10 +11,9 @@ import lockstep
 from lockstep.config import RunConfig
 from lockstep.data import load_dataset
 from lockstep.data.order import sample_order
-from lockstep.epochs import train
 from lockstep.errors import ConfigError, RankError
 from lockstep.layout import sha256_of
-from lockstep.prepare import prepare
+from lockstep.run import run
 
 TWO = ["cpu:0", "cpu:1"]
 
@@ -301,8 +300,7 @@ def test_train_takes_a_list_of_devices_and_not_both(tiny):
 def test_every_test_sample_is_counted_once_on_any_number_of_devices(few):
     """P2. The labels are what the model itself answers, except for a known number of wrong ones."""
     config = RunConfig(data=str(few), devices=1, num_epochs=3, batch_size=8)
-    *_, done = train(config, prepare(config))
-    params = [torch.from_numpy(array) for array in done.result.params.values()]
+    params = [torch.from_numpy(array) for array in run(config, quiet=True).params.values()]
     X = torch.rand(1037, 1, 28, 28)
     with torch.no_grad():
         y = lockstep.lenet(X, params).argmax(dim=1)

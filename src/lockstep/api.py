@@ -177,7 +177,7 @@ def train_batch(
                 "The model drew random numbers (dropout?): their order would depend on the devices, and so would the "
                 "weights. Leave them out; the parameters are as they were."
             )
-        if not all(math.isfinite(loss) for own in losses for loss in own):
+        if not all(map(math.isfinite, losses)):
             raise RunError(
                 "The loss is not a number: a label may be larger than the last class, a sample or a parameter may not "
                 "be a number, or the learning rate was too large before. The parameters are as they were."

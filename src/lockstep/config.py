@@ -10,11 +10,17 @@ from lockstep.errors import ConfigError
 from lockstep.named import is_place
 from lockstep.rates import SCHEDULES
 from lockstep.registry import pick
+from lockstep.split.balance import BALANCES
 
 MAX_SHARDS = 4096  # a shard is a forward and backward pass of its own: more would only be slow
 MAX_SEED = 2**32 - 1
 MAX_WORKERS = 256
 LEARNING_RATES = {"sgd": 0.2, "adam": 0.001, "adamw": 0.001}  # where none is given: the text's, and Adam's own
+MAX_TIMEOUT = 7 * 24 * 3600.0
+ON_HANG = {
+    "stop": "the run ends, and says who did not arrive",
+    "drop": "the run goes on without those who did not arrive",
+}
 BATCH_NORMS = {
     "shard": "statistics of the shard; running statistics as if the shards came one after the other",
     "sync": "statistics of the whole batch",
@@ -57,9 +63,17 @@ class RunConfig:
     devices: int | str | None = None  # a number, or a list like cpu:0,cpu:1; nothing: all that there is
     engine: str = "inprocess"
     exchange: str = "sharded"
+    balance: str = "equal"  # how many shards each device gets
     workers: int | None = None  # processes that load samples which are not in memory; nothing: one a core, four at most
     data_dir: Path | None = None  # where the files of a named data set lie
     out: Path | None = None  # the folder to record the run in
+    checkpoint_every: int | None = None  # steps; nothing: after each epoch; 0: never
+    keep_checkpoints: int = 3  # the last so many
+    check_every: int = 100  # steps, after which the replicas are compared; 0: never
+    heal: bool = False  # restore a replica that differs from the others
+    timeout: float = 60.0  # seconds that ranks wait for one of them in an exchange
+    on_hang: str = "stop"  # what then: stop the run, or drop the rank and go on
+    max_restarts: int = 3  # workers that are started anew when one dies (engine processes)
 
     def __post_init__(self) -> None:
         for name in (
@@ -72,19 +86,32 @@ class RunConfig:
             "backend",
             "engine",
             "exchange",
+            "balance",
+            "on_hang",
         ):
             if not isinstance(getattr(self, name), str):
                 hint = " A function of the optimizer goes to scheduler=." if name == "schedule" else ""
                 raise ConfigError(f"{name} is {getattr(self, name)!r}. It must be a name.{hint}")
-        for name in ("batch_size", "num_epochs", "num_shards", "seed", "warmup", "workers"):
+        for name in (
+            "batch_size",
+            "num_epochs",
+            "num_shards",
+            "seed",
+            "warmup",
+            "workers",
+            "checkpoint_every",
+            "keep_checkpoints",
+            "check_every",
+            "max_restarts",
+        ):
             try:
-                if not (name == "workers" and self.workers is None):
+                if not (name in ("workers", "checkpoint_every") and getattr(self, name) is None):
                     object.__setattr__(self, name, operator.index(getattr(self, name)))  # numpy's whole numbers too
             except TypeError:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}. It must be a whole number.") from None
         if self.learning_rate is None and self.optimizer in LEARNING_RATES:
             object.__setattr__(self, "learning_rate", LEARNING_RATES[self.optimizer])
-        for name in ("learning_rate", "momentum", "weight_decay", "clip_norm"):
+        for name in ("learning_rate", "momentum", "weight_decay", "clip_norm", "timeout"):
             value, words = getattr(self, name), name.replace("_", " ")
             try:
                 object.__setattr__(self, name, None if value is None else float(value))
@@ -128,6 +155,17 @@ class RunConfig:
             raise ConfigError(f"A warm-up of {self.warmup} steps cannot be. Use 0 or more (--warmup).")
         if self.workers is not None and not 0 <= self.workers <= MAX_WORKERS:
             raise ConfigError(f"{self.workers} workers cannot load samples. Use 0 to {MAX_WORKERS} (--workers).")
+        for name, least in (("checkpoint_every", 0), ("keep_checkpoints", 1), ("check_every", 0), ("max_restarts", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"--{name.replace('_', '-')} is {value}. Use {least} or more.")
+        if not 0 < self.timeout < MAX_TIMEOUT:
+            raise ConfigError(
+                f"A timeout of {self.timeout:g} seconds cannot be waited for. Use more than 0 and less than a week "
+                f"(--timeout)."
+            )
+        pick(BALANCES, self.balance, "balance")
+        pick(ON_HANG, self.on_hang, "answer to a hang")
         pick(SCHEDULES, self.schedule, "schedule")
         pick(BATCH_NORMS, self.batch_norm, "kind of batch norm")
         pick(PRECISIONS, self.precision, "precision")

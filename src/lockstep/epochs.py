@@ -2,142 +2,219 @@
 
 import math
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
 from lockstep.backends import peak_memory, reset_peak_memory
+from lockstep.checkpoint import Checkpoint, Checkpoints, Progress, identity_of, made_with
 from lockstep.config import RunConfig
 from lockstep.data.order import sample_order
-from lockstep.errors import Interrupted, RunError
+from lockstep.drift import compare_replicas
+from lockstep.engines import Engine, Replica
+from lockstep.errors import Interrupted, PeersLost, RunError
 from lockstep.evaluate import measure_all
 from lockstep.exchange import KEEPS_THE_TREE
 from lockstep.layout import Array, sha256_of
 from lockstep.prepare import Prepared
 from lockstep.report.events import EpochDone, Event, Result, RunDone, RunStarted, RunStopped, StepDone
+from lockstep.samples import Feed
 from lockstep.split.batch import split_into_shards
 from lockstep.steps import train_step
+
+Events = Generator[Event, None, None]
 
 
 class Stopped(RunError):
     """The run ended itself, and has said so in an event."""
 
 
-def train(config: RunConfig, prepared: Prepared) -> Generator[Event, None, None]:
-    """The events of a run: RunStarted, then StepDone and EpochDone, and RunDone with the result at last."""
-    backend, engine_type, devices, task = prepared
-    history: list[EpochDone] = []
-    weights: dict[str, Array] = {}  # parameters and buffers after the last finished epoch
-    first_loss = math.nan
-    step = 0
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins, and what goes with it."""
 
-    with ExitStack() as closing:
-        engine = closing.enter_context(engine_type(backend, devices, config.exchange))
-        reset_peak_memory(backend, devices)
-        replicas = engine.replicate(lambda device: task.replica(device, task.initial))
-        train_set = task.train_set(engine)
-        closing.callback(train_set.close)
-        test_set = None if task.test_set is None else task.test_set(engine)
+    checkpoint: Checkpoint | None = None  # None: at the beginning
+    notes: list[str] = field(default_factory=list)  # what the user should know
+    num_restarts: int = 0  # how often it went on with other workers in this process or another
+    checkpoints: Checkpoints | None = None  # where to save; None on ranks that do not
+    is_stopping: Callable[[], bool] = lambda: False
+
+
+class Training:
+    """A run under way on one engine. `checkpoint()` is what another can go on from, also after an error."""
+
+    def __init__(self, config: RunConfig, prepared: Prepared, engine: Engine, start: Start) -> None:
+        self._config, self._task, self._engine, self._start = config, prepared.task, engine, start
+        self._steps_per_epoch = -(-self._task.num_train // config.batch_size)
+        self._weights: dict[str, Array] = {}  # parameters and buffers after the last epoch that was finished here
+        self.progress = start.checkpoint.progress if start.checkpoint else Progress()
+        self.replicas: list[Replica] = []
+
+    def checkpoint(self) -> Checkpoint | None:
+        """The run after its last step; None where not even the replicas are there yet."""
+        if not self.replicas:
+            return self._start.checkpoint
+        task, config = self._task, self._config
+        return Checkpoint(
+            run=identity_of(config, task.data_sha256, task.num_train),
+            made_with=made_with(self._engine.backend.version(), self._engine.devices),
+            progress=self.progress,
+            weights=self.replicas[0].arrays(),
+            memory=self.replicas[0].memory(),
+        )
+
+    def events(self) -> Events:
+        """RunStarted, then StepDone and EpochDone, and RunDone with the result at last."""
+        task, engine, progress, start = self._task, self._engine, self.progress, self._start
+        own_devices = [engine.devices[rank] for rank in engine.local_ranks]
+        with ExitStack() as closing:
+            reset_peak_memory(engine.backend, own_devices)
+            weights, memory = task.initial, None
+            if start.checkpoint is not None:
+                weights, memory = start.checkpoint.weights, start.checkpoint.memory
+            self.replicas = engine.replicate(lambda device: task.replica(device, weights, memory))
+            train_set = task.train_set(engine)
+            closing.callback(train_set.close)
+            test_set = None if task.test_set is None else task.test_set(engine)
+            if test_set is not None:
+                closing.callback(test_set.close)
+            try:
+                yield self._started()
+                while progress.epoch <= self._config.num_epochs:
+                    yield from self._epoch(train_set, test_set)
+                peaks = peak_memory(engine.backend, own_devices)
+                if len(own_devices) < engine.num_ranks and "cpu" in peaks:
+                    peaks = {str(own_devices[0]): peaks["cpu"]}  # every rank is a process
+                gathered = engine.gather([peaks for _ in own_devices])
+            except RunError as problem:
+                if not isinstance(problem, (Stopped, PeersLost)):
+                    yield RunStopped(progress.epoch, progress.step, str(problem), progress.history, self._weights)
+                raise
+            except KeyboardInterrupt:
+                yield from self._interrupted(saved="")
+            weights = self._weights or self.replicas[0].arrays()
+        yield RunDone(self._result(weights, {name: peak for of_rank in gathered for name, peak in of_rank.items()}))
+
+    def _started(self) -> RunStarted:
+        config, task, engine = self._config, self._task, self._engine
+        return RunStarted(
+            config=asdict(config),
+            model=task.model,
+            data_sha256=task.data_sha256,
+            backend_version=engine.backend.version(),
+            devices=[str(device) for device in engine.devices],
+            num_train_samples=task.num_train,
+            num_test_samples=task.num_test,
+            num_parameters=task.num_parameters,
+            steps_per_epoch=self._steps_per_epoch,
+            keeps_bits=config.exchange in KEEPS_THE_TREE,
+            notes=[*([] if self._start.num_restarts else task.notes), *self._start.notes],
+            step=self.progress.step,
+            num_restarts=self._start.num_restarts,
+        )
+
+    def _epoch(self, train_set: Feed, test_set: Feed | None) -> Events:
+        """What is left of the epoch under way."""
+        config, task, engine, progress = self._config, self._task, self._engine, self.progress
+        epoch, began = progress.epoch, time.perf_counter() - progress.seconds
+        order = sample_order(config.seed, epoch - 1, task.num_train)
+        done = (progress.step - (epoch - 1) * self._steps_per_epoch) * config.batch_size
+        for batch in train_set.batches(
+            order[done:], config.batch_size, lambda size: split_into_shards(size, config.num_shards), epoch
+        ):
+            losses = train_step(engine, self.replicas, progress.step + 1, batch, config.num_shards)
+            progress.step += 1
+            progress.losses += losses
+            progress.seconds = time.perf_counter() - began
+            if progress.step == 1:
+                progress.first_loss = math.fsum(losses) / batch.num_samples
+            if not all(map(math.isfinite, losses)):
+                yield from self._stop("the loss is no longer a number")
+            yield StepDone(epoch, progress.step, batch.num_samples)
+            if config.check_every and progress.step % config.check_every == 0:
+                yield from compare_replicas(engine, self.replicas, task, config, progress.step)
+            if config.checkpoint_every and progress.step % config.checkpoint_every == 0:
+                yield from self._save()
+            if self._start.is_stopping():
+                yield from self._interrupted(self._saved_now())
+        now = self.replicas[0].arrays()
+        if not all(np.isfinite(now[name]).all() for name in task.parameters):
+            yield from self._stop("a weight is no longer a number")
+        metrics = {}
         if test_set is not None:
-            closing.callback(test_set.close)
-        try:
-            yield RunStarted(
-                config=asdict(config),
-                model=task.model,
-                data_sha256=task.data_sha256,
-                backend_version=backend.version(),
-                devices=[str(device) for device in devices],
-                num_train_samples=task.num_train,
-                num_test_samples=task.num_test,
-                num_parameters=task.num_parameters,
-                steps_per_epoch=math.ceil(task.num_train / config.batch_size),
-                keeps_bits=config.exchange in KEEPS_THE_TREE,
-                notes=list(task.notes),
-            )
-            for epoch in range(1, config.num_epochs + 1):
-                began = time.perf_counter()
-                losses: list[float] = []
-                order = sample_order(config.seed, epoch - 1, task.num_train)
-                for batch in train_set.batches(
-                    order, config.batch_size, lambda size: split_into_shards(size, config.num_shards), epoch
-                ):
-                    step += 1
-                    own_losses = train_step(engine, replicas, step, batch, config.num_shards)
-                    losses += [loss for of_rank in engine.gather(own_losses) for loss in of_rank]
-                    if step == 1:
-                        first_loss = math.fsum(losses) / batch.num_samples
-                    if not all(map(math.isfinite, losses[-config.num_shards :])):
-                        yield from _stop(config, epoch, step, "the loss is no longer a number", history, weights)
-                    yield StepDone(epoch, step, batch.num_samples)
-                seconds = time.perf_counter() - began
-                now = replicas[0].arrays()
-                if not all(np.isfinite(now[name]).all() for name in task.parameters):
-                    yield from _stop(config, epoch, step, "a weight is no longer a number", history, weights)
-                metrics = {}
-                if test_set is not None:
-                    metrics = measure_all(engine, replicas, test_set, task.piece, config.batch_size)
-                weights = now
-                history.append(
-                    EpochDone(
-                        epoch=epoch,
-                        seconds=seconds,
-                        train_loss=math.fsum(losses)
-                        / task.num_train,  # rounded once, at the end: order does not matter
-                        test_accuracy=metrics.get("accuracy"),
-                        metrics=metrics,
-                    )
-                )
-                yield history[-1]
-            peak = peak_memory(backend, devices)
-        except RunError as problem:
-            if not isinstance(problem, Stopped):
-                yield RunStopped(len(history) + 1, step, str(problem), history, weights)
-            raise
-        except KeyboardInterrupt:
-            yield RunStopped(len(history) + 1, step, "interrupted", history, weights)
-            raise Interrupted(f"interrupted after step {step}.{_kept(config, history)}") from None
+            metrics = measure_all(engine, self.replicas, test_set, task.piece, config.batch_size)
+        self._weights = now
+        finished = EpochDone(
+            epoch=epoch,
+            seconds=progress.seconds,
+            train_loss=math.fsum(progress.losses) / task.num_train,  # rounded once, at the end: it has no order
+            test_accuracy=metrics.get("accuracy"),
+            metrics=metrics,
+        )
+        progress.history.append(finished)
+        progress.epoch, progress.losses, progress.seconds = epoch + 1, [], 0.0
+        yield finished
+        if config.checkpoint_every != 0:
+            yield from self._save()
 
-    seconds_per_epoch = sum(done.seconds for done in history) / len(history)
-    buffers = [name for name in weights if name not in set(task.parameters)]
-    yield RunDone(
-        Result(
+    def _save(self) -> Events:
+        """A checkpoint, once the replicas were found to agree: one that has drifted is never saved."""
+        yield from compare_replicas(self._engine, self.replicas, self._task, self._config, self.progress.step)
+        self._saved_now()
+
+    def _saved_now(self) -> str:
+        """Saves a checkpoint where this process does that, and says where it is."""
+        checkpoint = self.checkpoint() if self._start.checkpoints is not None else None
+        if self._start.checkpoints is None or checkpoint is None or self._config.checkpoint_every == 0:
+            return ""
+        return str(self._start.checkpoints.save(checkpoint))
+
+    def _interrupted(self, saved: str) -> Events:
+        progress, out = self.progress, self._config.out
+        yield RunStopped(progress.epoch, progress.step, "interrupted", progress.history, self._weights)
+        last = saved or next(map(str, self._start.checkpoints.paths() if self._start.checkpoints else []), "")
+        how = f" A checkpoint is in {last}. Go on with: lockstep train --resume --out {out}" if last else ""
+        raise Interrupted(f"interrupted after step {progress.step}.{how or _kept(self._config, progress.history)}")
+
+    def _stop(self, what: str) -> Events:
+        """Hands out what there is, then ends the run with a sentence."""
+        config, progress = self._config, self.progress
+        rate = "" if config.learning_rate is None else f" {config.learning_rate:g}"
+        why = f"The learning rate{rate} is likely too large; try a smaller one"
+        if progress.step == 1:
+            why = "No update has happened yet: look at the data, the model and the loss"
+        reason = f"epoch {progress.epoch}, step {progress.step}: {what}. {why}"
+        yield RunStopped(progress.epoch, progress.step, reason, progress.history, self._weights)
+        raise Stopped(f"{reason}.{_kept(config, progress.history)}")
+
+    def _result(self, weights: dict[str, Array], peaks: dict[str, int]) -> Result:
+        task, engine, history = self._task, self._engine, self.progress.history
+        seconds_per_epoch = sum(done.seconds for done in history) / len(history)
+        buffers = [name for name in weights if name not in set(task.parameters)]
+        return Result(
             test_accuracy=history[-1].test_accuracy,
             metrics=history[-1].metrics,
             seconds_per_epoch=seconds_per_epoch,
             samples_per_second=task.num_train / seconds_per_epoch,
-            backend=backend.name,
-            backend_version=backend.version(),
-            devices=[str(device) for device in devices],
-            peak_memory=peak,
-            steps=step,
-            first_loss=first_loss,
+            backend=engine.backend.name,
+            backend_version=engine.backend.version(),
+            devices=[str(device) for device in engine.devices],
+            peak_memory=peaks,
+            steps=self.progress.step,
+            first_loss=self.progress.first_loss,
             weights_sha256=sha256_of([weights[name] for name in task.parameters]),
             buffers_sha256=sha256_of([weights[name] for name in buffers]) if buffers else None,
             history=history,
-            run=config.out,
+            run=self._config.out,
             params={name: weights[name] for name in task.parameters},
             buffers={name: weights[name] for name in buffers},
             module=task.trained(weights),
         )
-    )
 
 
-def _stop(
-    config: RunConfig, epoch: int, step: int, what: str, history: list[EpochDone], weights: dict[str, Array]
-) -> Generator[Event, None, None]:
-    """Hands out what there is, then ends the run with a sentence."""
-    rate = "" if config.learning_rate is None else f" {config.learning_rate:g}"
-    why = f"The learning rate{rate} is likely too large; try a smaller one"
-    if step == 1:
-        why = "No update has happened yet: look at the data, the model and the loss"
-    reason = f"epoch {epoch}, step {step}: {what}. {why}"
-    yield RunStopped(epoch, step, reason, history, weights)
-    raise Stopped(f"{reason}.{_kept(config, history)}")
-
-
-def _kept(config: RunConfig, history: list[EpochDone]) -> str:
+def _kept(config: RunConfig, history: Sequence[EpochDone]) -> str:
     """Where to find what there is of a run that stopped."""
     if config.out is None:
         return ""

@@ -8,6 +8,7 @@ LockstepError
 `- RunError        1  the run was started and failed
    |- RankError    1  ... on one rank, in one phase; the cause is `__cause__`
    |- OutOfMemory  1  ... because a shard does not fit into a device's memory; says which number of shards does
+   |- PeersLost    1  ... because other ranks are gone, or did not arrive in time
    `- Interrupted 130  ... because the user ended it
 """
 
@@ -61,6 +62,10 @@ class OutOfMemory(RunError):
             f"sample{'s' * (num_samples > 1)} does not fit into memory. {advice}. "
             f"The framework said: {said.splitlines()[0] if said else 'nothing'}{at}"
         )
+
+
+class PeersLost(RunError):
+    """Other ranks are gone, or did not arrive in time; this one could go on."""
 
 
 class Interrupted(RunError):

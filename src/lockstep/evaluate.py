@@ -16,7 +16,7 @@ import numpy as np
 from lockstep.config import RunConfig
 from lockstep.data.sources import Progress, no_progress
 from lockstep.device import Device
-from lockstep.engines import Batch, Engine, Replica
+from lockstep.engines import Batch, Engine, InProcess, Replica
 from lockstep.errors import ConfigError, DataError
 from lockstep.layout import Array, sha256_of
 from lockstep.named import is_place
@@ -108,14 +108,14 @@ def evaluate_run(
         config = RunConfig(
             **{**asdict(config), **{name: value for name, value in replaced.items() if value is not None}}
         )
-    backend, engine_type, found, task = prepare(config, progress=progress, trains=False)
+    backend, found, task = prepare(config, progress=progress, trains=False)
     if task.test_set is None:
         raise DataError(f"{config.data} has no test samples to evaluate the run in {folder} on.")
     if task.data_sha256 is not None and settings.get("data_sha256") not in (None, task.data_sha256):
         raise DataError(f"{config.data} is not the data that the run in {folder} was trained on: its bytes are others.")
-    state = checked_weights(task.initial, weights, folder, config.model)
-    with engine_type(backend, found, config.exchange) as engine:
-        replicas = engine.replicate(lambda device: task.replica(device, state))
+    state = checked_weights(task.initial, weights, folder / "weights.safetensors", config.model)
+    with InProcess(backend, found) as engine:
+        replicas = engine.replicate(lambda device: task.replica(device, state, None))
         feed = task.test_set(engine)
         with closing(feed), lost_loaders():
             metrics = measure_all(engine, replicas, feed, task.piece, config.batch_size)
@@ -162,17 +162,16 @@ def _recorded_config(settings: dict[str, Any], folder: Path, places: dict[str, s
         raise ConfigError(f"{folder}/config.json does not hold the settings of a run: {problem}.") from problem
 
 
-def checked_weights(expected: dict[str, Array], found: dict[str, Array], folder: Path, model: str) -> dict[str, Array]:
+def checked_weights(expected: dict[str, Array], found: dict[str, Array], file: Path, model: str) -> dict[str, Array]:
     """The weights in model order, once names, shapes and types were found to be the model's."""
     if set(found) != set(expected):
         raise ConfigError(
-            f"{folder}/weights.safetensors has {_few(sorted(found)) or 'no tensors'}, and {model} needs "
-            f"{_few(list(expected))}."
+            f"{file} has {_few(sorted(found)) or 'no tensors'}, and {model} needs {_few(list(expected))}."
         )
     for name, array in expected.items():
         if found[name].shape != array.shape or found[name].dtype != array.dtype:
             raise ConfigError(
-                f"{folder}/weights.safetensors: {name} is {found[name].dtype} of shape {found[name].shape}, and "
+                f"{file}: {name} is {found[name].dtype} of shape {found[name].shape}, and "
                 f"{model} needs {array.dtype} of shape {array.shape}."
             )
     return {name: found[name] for name in expected}

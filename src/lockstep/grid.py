@@ -18,7 +18,7 @@ from lockstep.prepare import prepare
 from lockstep.report.console import fetch_progress
 from lockstep.report.events import Result
 from lockstep.report.plots import draw_curves
-from lockstep.report.runlog import check_new_folder, write_whole
+from lockstep.report.runlog import check_folder, write_whole
 from lockstep.run import run
 
 N = TypeVar("N", int, float)
@@ -94,7 +94,7 @@ def _numbers(text: str, kind: Callable[[str], N], option: str, example: str) -> 
 
 def run_grid(grid: list[RunConfig], folder: Path, quiet: bool = False) -> list[Row]:
     """Trains every run of the grid, each recorded in a folder of its own below `folder`."""
-    check_new_folder(folder)
+    check_folder(folder)
     with fetch_progress() as progress:
         num_train = prepare(grid[0], progress=progress).task.num_train
     for config in grid:

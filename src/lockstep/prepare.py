@@ -8,7 +8,7 @@ from lockstep.data import Dataset, load_dataset
 from lockstep.data.arrays import dataset_of_arrays
 from lockstep.data.sources import Progress, no_progress
 from lockstep.device import Device
-from lockstep.engines import ENGINES, Engine
+from lockstep.engines import ENGINES
 from lockstep.errors import ConfigError
 from lockstep.exchange import EXCHANGES
 from lockstep.models import MODELS, Model
@@ -21,7 +21,6 @@ class Prepared(NamedTuple):
     """What the names in a run's settings stand for, once all of them were found."""
 
     backend: Backend
-    engine: type[Engine]
     devices: list[Device]
     task: Task
 
@@ -34,8 +33,7 @@ def prepare(
     model = find_model(config, given)
     pick(EXCHANGES, config.exchange, "exchange")
     backend = load_backend(config.backend)
-    able = {name: ENGINES[name] for name in backend.capabilities.engines}
-    engine = pick(able, config.engine, f"engine for {backend.name}")
+    pick({name: ENGINES[name] for name in backend.capabilities.engines}, config.engine, f"engine for {backend.name}")
     devices = devices_for(backend, config.devices, at_most=config.num_shards)
     if trains:
         check_ranks(len(devices), config.num_shards)
@@ -43,7 +41,7 @@ def prepare(
     if isinstance(model, Model):
         if not isinstance(data, Dataset):
             raise ConfigError(f"{model.name} needs its samples in memory: give arrays (X, y), or a model of your own.")
-        return Prepared(backend, engine, devices, flat_task(config, backend, model, data, given))
+        return Prepared(backend, devices, flat_task(config, backend, model, data, given))
     from lockstep.modules import FRAMEWORK
     from lockstep.modules.task import module_task
 
@@ -51,7 +49,7 @@ def prepare(
         raise ConfigError(
             f"{config.model} is a module of {FRAMEWORK}, and the backend is {backend.name}. Use lenet, or {FRAMEWORK}."
         )
-    return Prepared(backend, engine, devices, module_task(config, devices, model, data, given))
+    return Prepared(backend, devices, module_task(config, devices, model, data, given))
 
 
 def find_model(config: RunConfig, given: Given) -> Any:

@@ -4,9 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from lockstep.backends import Backend, Tensor
 from lockstep.engines import Gathered, Leaf, Meet, Shard
-from lockstep.layout import Array, Layout
+from lockstep.layout import Array, Layout, sha256_of
 from lockstep.models import CrossEntropySum, Forward
 from lockstep.rates import Rates
 from lockstep.update import Rule, State, clipped
@@ -27,10 +29,12 @@ class FlatRecipe:
 class FlatReplica:
     """One rank's parameters as one flat vector. Every framework can train it: nothing is changed in place."""
 
-    def __init__(self, recipe: FlatRecipe, flat: Tensor) -> None:
+    def __init__(self, recipe: FlatRecipe, flat: Tensor, memory: Any = None) -> None:
         self._recipe, self.flat = recipe, flat
         self._loss_sum = CrossEntropySum(recipe.forward)
         self._state: State = recipe.rule.start(flat)
+        if memory is not None:
+            self._state = self._restored(memory)
         capture = recipe.backend.capabilities.capture
         self._scores = recipe.backend.capture(recipe.forward) if capture else recipe.forward
 
@@ -54,3 +58,18 @@ class FlatReplica:
         layout = self._recipe.layout
         flat = self._recipe.backend.to_numpy(self.flat).copy()  # a backend may show its own memory
         return dict(zip(layout.names, layout.unflatten(flat), strict=True))
+
+    def fingerprints(self) -> list[str]:
+        return [sha256_of([array]) for array in self.arrays().values()]
+
+    def memory(self) -> Any:
+        return {"optimizer": [self._recipe.backend.to_numpy(vector).copy() for vector in self._state]}
+
+    def _restored(self, memory: Any) -> State:
+        """What the rule remembers, from what `memory` gave."""
+        backend, vectors = self._recipe.backend, memory["optimizer"]
+        expected = [(tuple(vector.shape), np.dtype(np.float32)) for vector in self._state]
+        if [(vector.shape, vector.dtype) for vector in vectors] != expected:
+            raise ValueError("the optimizer's memory has other shapes")
+        device = backend.device_of(self.flat)
+        return tuple(backend.copy_to(backend.from_numpy(vector, device), device) for vector in vectors)

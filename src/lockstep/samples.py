@@ -61,10 +61,12 @@ class Samples:
         for first in range(0, len(order), batch_size):
 
             def fetch(rank: int, start: int, stop: int, first: int = first) -> tuple[Any, Any]:
-                def gather(tensor: Tensor) -> Tensor:
-                    return take(tensor, places[rank], first + start, first + stop)
+                number = self._engine.local_ranks.index(rank)
 
-                X, y = map_leaves(self._of_rank[rank], gather)
+                def gather(tensor: Tensor) -> Tensor:
+                    return take(tensor, places[number], first + start, first + stop)
+
+                X, y = map_leaves(self._of_rank[number], gather)
                 return X, y
 
             yield Batch(min(batch_size, len(order) - first), fetch)

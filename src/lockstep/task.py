@@ -40,7 +40,7 @@ class Task:
     model: str  # what it is called on the terminal
     initial: dict[str, Array]  # parameters and buffers by name, in model order
     parameters: list[str]  # those of them that are parameters
-    replica: Callable[[Device, dict[str, Array]], Replica]  # a new one on this device, with these numbers
+    replica: Callable[[Device, dict[str, Array], Any], Replica]  # a new one: on a device, with numbers, with a memory
     train_set: Callable[[Engine], Feed]
     test_set: Callable[[Engine], Feed] | None
     num_train: int
@@ -91,9 +91,9 @@ def flat_task(config: RunConfig, backend: Backend, model: Model, data: Dataset, 
         clip_norm=config.clip_norm,
     )
 
-    def replica(device: Device, weights: dict[str, Array]) -> FlatReplica:
+    def replica(device: Device, weights: dict[str, Array], memory: Any) -> FlatReplica:
         flat = backend.from_numpy(layout.flatten([weights[name] for name in layout.names]), device)
-        return FlatReplica(recipe, backend.copy_to(flat, device))
+        return FlatReplica(recipe, backend.copy_to(flat, device), memory)
 
     return Task(
         model=model.name,

@@ -40,9 +40,18 @@ def train(
     backend: str = DEFAULT_BACKEND,
     engine: str = "inprocess",
     exchange: str = "sharded",
+    balance: str = "equal",
     workers: int | None = None,
     data_dir: str | Path | None = None,
     out: str | Path | None = None,
+    resume: bool = False,
+    checkpoint_every: int | None = None,
+    keep_checkpoints: int = 3,
+    check_every: int = 100,
+    heal: bool = False,
+    timeout: float = 60.0,
+    on_hang: str = "stop",
+    max_restarts: int = 3,
     quiet: bool = False,
 ) -> Result:
     """Trains a model on k devices: the same weights, bit for bit, whatever k is.
@@ -57,6 +66,7 @@ def train(
     - `schedule`: constant, cosine or linear, after `warmup` steps; or `scheduler`, a function of the optimizer, whose
       result is stepped after every update.
     - `metrics`: names or functions like those of `loss`, as a list or by name; means over the test samples come out.
+    - `out`: the run's folder. With `resume=True` a run in it goes on from its last checkpoint, on any devices.
 
     >>> result = train(2, batch_size=256, lr=0.2, num_epochs=1, data="fashion-mnist-mini", quiet=True)
     >>> result.devices, result.steps
@@ -100,9 +110,17 @@ def train(
         devices=num_gpus if devices is None else devices,
         engine=engine,
         exchange=exchange,
+        balance=balance,
         workers=workers,
         data_dir=None if data_dir is None else Path(data_dir),
         out=None if out is None else Path(out),
+        checkpoint_every=checkpoint_every,
+        keep_checkpoints=keep_checkpoints,
+        check_every=check_every,
+        heal=heal,
+        timeout=timeout,
+        on_hang=on_hang,
+        max_restarts=max_restarts,
     )
     given = Given(
         model=None if isinstance(model, str) else model,
@@ -112,7 +130,7 @@ def train(
         scheduler=scheduler,
         metrics=metrics,
     )
-    result = run(config, given, quiet=quiet)
+    result = run(config, given, quiet=quiet, resume=resume)
     if not quiet:
         print(result.lines())
     return result

@@ -9,8 +9,7 @@ from lockstep.backends import load_backend
 from lockstep.config import RunConfig
 from lockstep.device import Device
 from lockstep.engines import InProcess
-from lockstep.epochs import train
-from lockstep.prepare import prepare
+from lockstep.run import run
 
 pytestmark = [
     pytest.mark.cuda,
@@ -21,8 +20,7 @@ TORCH = load_backend("torch")
 
 def weights_of(devices, **settings):
     config = RunConfig(**{"data": "fashion-mnist-mini", "num_epochs": 2, "devices": devices, **settings})
-    *_, done = train(config, prepare(config))
-    return done.result.weights_sha256
+    return run(config, quiet=True).weights_sha256
 
 
 @pytest.mark.parametrize("batch_size", [256, 100, 7])

@@ -16,7 +16,7 @@ from safetensors.numpy import load, save
 from lockstep.errors import ConfigError, RunError
 from lockstep.report import runlog
 from lockstep.report.events import EpochDone, RunDone, StepDone
-from lockstep.report.runlog import RunLog, check_new_folder, new_folder, read_run, to_json, write_whole
+from lockstep.report.runlog import RunLog, check_folder, new_folder, read_run, to_json, write_whole
 
 
 def names_in(folder):
@@ -83,13 +83,13 @@ def test_a_folder_below_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("mine")
     folder = tmp_path / "file" / "one" / "two"
     with pytest.raises(ConfigError) as refused:
-        check_new_folder(folder)
+        check_folder(folder)
     assert str(refused.value) == f"{folder} cannot be made: {tmp_path / 'file'} is a file. Choose another --out."
 
 
 def test_a_folder_with_an_impossible_name_is_refused(tmp_path):
     with pytest.raises(ConfigError) as refused:
-        check_new_folder(tmp_path / ("a" * 300))
+        check_folder(tmp_path / ("a" * 300))
     assert str(refused.value) == f"{tmp_path / ('a' * 300)} cannot be used: File name too long. Choose another --out."
 
 
@@ -99,7 +99,7 @@ def test_a_place_that_may_not_be_written_to_is_refused(tmp_path, monkeypatch, ex
     asked = []
     monkeypatch.setattr(runlog.os, "access", lambda path, mode: asked.append(path))
     with pytest.raises(ConfigError) as refused:
-        check_new_folder(folder)
+        check_folder(folder)
     assert str(refused.value) == f"{folder} cannot be used: {tmp_path} is not writable. Choose another --out."
     assert asked == [tmp_path]
 

@@ -41,11 +41,18 @@ Seed = Annotated[int, typer.Option(help="Decides the starting weights, the order
 Backend = Annotated[
     str, typer.Option(help=f"The framework: {', '.join(BACKENDS)}. `lockstep devices` says which are here.")
 ]
-Engine = Annotated[str, typer.Option(help="Who runs the devices: inprocess, one process, a thread for each device.")]
+Engine = Annotated[
+    str,
+    typer.Option(
+        help="Who runs the devices: inprocess, a thread for each; processes, a process for each (torchrun starts them "
+        "on several machines)."
+    ),
+]
 Exchange = Annotated[
     str,
     typer.Option(
-        help="The all-reduce: sharded, gather or tree; ring adds in an order of its own and does not keep the bits."
+        help="The all-reduce: sharded, gather or tree; ring, and native (PyTorch's own, between processes), add in an "
+        "order of their own and do not keep the bits."
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, nothing else.")]

@@ -1,7 +1,7 @@
 """`lockstep train`: the text's experiment, or a model and data of your own, on k devices."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,6 +12,7 @@ from lockstep.cli.answers import plain_answers
 
 @plain_answers
 def train(
+    context: typer.Context,
     devices: options.Devices = None,
     batch_size: Annotated[int, typer.Option(help="Samples of one update, over all devices together.")] = 256,
     lr: Annotated[
@@ -56,9 +57,36 @@ def train(
             show_default=False,
         ),
     ] = None,
+    balance: Annotated[
+        str, typer.Option(help="Shards for each device: equal, or measured, more for those that are faster.")
+    ] = "equal",
     out: Annotated[
         Path | None, typer.Option(help="Folder of the run. Without it: runs/ and a name.", show_default=False)
     ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on with the run in --out from its last checkpoint, on any devices. Settings that are not given "
+            "are the run's own.",
+        ),
+    ] = False,
+    checkpoint_every: Annotated[
+        int | None,
+        typer.Option(help="Steps between checkpoints. Without it: one after each epoch; 0: none.", show_default=False),
+    ] = None,
+    keep_checkpoints: Annotated[int, typer.Option(help="Keep the last so many checkpoints.")] = 3,
+    check_every: Annotated[int, typer.Option(help="Steps after which the replicas are compared; 0: never.")] = 100,
+    heal: Annotated[
+        bool, typer.Option("--heal", help="Restore a replica that differs from the others, instead of stopping.")
+    ] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds that devices wait for one of them in an exchange.")] = 60.0,
+    on_hang: Annotated[
+        str, typer.Option(help="What then: stop, or drop the device and go on (engine processes).")
+    ] = "stop",
+    max_restarts: Annotated[
+        int, typer.Option(help="Workers that are started anew when one dies; after that, the others go on without it.")
+    ] = 3,
     json: options.Json = False,
 ) -> None:
     """Train a model and record the run."""
@@ -66,7 +94,7 @@ def train(
     from lockstep.report.runlog import new_folder, to_json
     from lockstep.run import run
 
-    config = RunConfig(
+    settings: dict[str, Any] = dict(  # noqa: C408 - as they are called in RunConfig
         model=model,
         data=data,
         loss=loss,
@@ -87,13 +115,49 @@ def train(
         devices=devices,
         engine=engine,
         exchange=exchange,
+        balance=balance,
         workers=workers,
         data_dir=data_dir,
-        out=out or new_folder(f"{short(model)}-{short(data)}"),
+        out=out if resume else out or new_folder(f"{short(model)}-{short(data)}"),
+        checkpoint_every=checkpoint_every,
+        keep_checkpoints=keep_checkpoints,
+        check_every=check_every,
+        heal=heal,
+        timeout=timeout,
+        on_hang=on_hang,
+        max_restarts=max_restarts,
     )
-
-    result = run(config)
+    if resume and out is not None:
+        settings |= recorded_settings(context, out)
+    config = RunConfig(**settings)
+    result = run(config, resume=resume)
     typer.echo(to_json(result.summary()) if json else result.lines())
+
+
+def recorded_settings(context: typer.Context, folder: Path) -> dict[str, Any]:
+    """What decides the bits of the run in `folder`, but for what was given now. A file never decides what code is run."""
+    from lockstep.checkpoint import IDENTITY
+    from lockstep.errors import ConfigError
+    from lockstep.named import is_place
+    from lockstep.report.runlog import read_settings
+
+    if not (folder / "config.json").is_file():
+        return {}
+    names = {"lr": "learning_rate", "epochs": "num_epochs", "shards": "num_shards"}
+    options = {names.get(option, option): option for option in context.params}
+    recorded = read_settings(folder)
+    found = {}
+    for name in (*IDENTITY, "num_epochs"):
+        if name not in recorded or str(context.get_parameter_source(options[name])) != "ParameterSource.DEFAULT":
+            continue
+        value = recorded[name]
+        if isinstance(value, str) and (is_place(value) or value.endswith(" given in Python")):
+            raise ConfigError(
+                f"The {name} of the run in {folder} is code of your own, {value}. A record does not decide what code "
+                f"is run: add --{name} {value if is_place(value) else 'package.file:function'}."
+            )
+        found[name] = value
+    return found
 
 
 def short(name: str) -> str:

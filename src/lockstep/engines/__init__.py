@@ -1,8 +1,23 @@
-"""Who runs the ranks: `inprocess`, one process with a thread for each device."""
+"""Who runs the ranks: `inprocess`, a thread for each device; `processes`, a process for each."""
 
-from lockstep.engines.engine import Batch, Engine, Gathered, Gradients, Leaf, Meet, Replica, Shard
+from lockstep.engines.engine import Batch, Engine, Exchanged, Gathered, Gradients, Leaf, Meet, Replica, Shard
 from lockstep.engines.inprocess import InProcess
 
-__all__ = ["ENGINES", "Batch", "Engine", "Gathered", "Gradients", "InProcess", "Leaf", "Meet", "Replica", "Shard"]
+__all__ = [
+    "ENGINES",
+    "Batch",
+    "Engine",
+    "Exchanged",
+    "Gathered",
+    "Gradients",
+    "InProcess",
+    "Leaf",
+    "Meet",
+    "Replica",
+    "Shard",
+]
 
-ENGINES: dict[str, type[Engine]] = {"inprocess": InProcess}
+ENGINES = {
+    "inprocess": "one process, a thread for each device",
+    "processes": "a process for each device, on this machine or, under torchrun, on several",
+}

@@ -62,6 +62,14 @@ class Replica(Protocol):
         """Parameters and buffers by name, in model order."""
         ...
 
+    def fingerprints(self) -> list[str]:
+        """A short hash of each of these arrays: equal for equal bits, and as good as never otherwise."""
+        ...
+
+    def memory(self) -> Any:
+        """What it needs beside these to go on in a new replica, as plain values and arrays: the optimizer's state."""
+        ...
+
 
 @dataclass(frozen=True)
 class Gradients:
@@ -72,6 +80,16 @@ class Gradients:
     losses: list[list[float]]  # one for each shard, summed over its samples
     rows: list[list[Any]]  # one for each shard of a model that has buffers
     used: list[list[int]]  # numbers of the parameters that got a gradient
+    seconds: list[float]  # that each rank took
+
+
+class Exchanged(NamedTuple):
+    """What every rank knows of all shards after the exchange. From here on, a step needs nobody else."""
+
+    totals: list[Tensor]  # the sum of all shards' gradients, for each local rank
+    losses: list[float]  # of all shards, in shard order
+    rows: list[Any]
+    used: frozenset[int]
 
 
 class Gathered(NamedTuple):
@@ -91,10 +109,10 @@ class Engine(Protocol):
     """Runs the ranks. A context manager: leaving it ends every thread and process it started."""
 
     backend: Backend
+    devices: list[Device]  # of all ranks
     num_ranks: int
     local_ranks: range
 
-    def __init__(self, backend: Backend, devices: list[Device], exchange: str) -> None: ...
     def __enter__(self) -> Self: ...
     def __exit__(self, *error: object) -> None: ...
     def each(self, phase: str, work: Callable[..., Any], *lists: Sequence[Any]) -> list[Any]:
@@ -112,18 +130,20 @@ class Engine(Protocol):
     def forward_backward(
         self, replicas: Sequence[Replica], step: int, batch: Batch, shards: list[range]
     ) -> Gradients: ...
-    def exchange(self, gradients: Gradients) -> list[Tensor]:
-        """The sum of all shards' gradients, for each local rank."""
+    def exchange(self, gradients: Gradients) -> Exchanged:
+        """The sum of all shards' gradients, and what else all ranks have to know."""
         ...
 
-    def update(
-        self, replicas: Sequence[Replica], step: int, totals: list[Tensor], gradients: Gradients, shards: list[range]
-    ) -> None:
-        """Every replica applies its total."""
+    def update(self, replicas: Sequence[Replica], step: int, exchanged: Exchanged, shards: list[range]) -> None:
+        """Every replica applies its total. Nobody waits for anybody here: a step is done, or has not happened."""
         ...
 
     def gather(self, values: list[Any]) -> list[Any]:
         """The plain values (numbers, lists of numbers) of all ranks, from those of the local ones."""
+        ...
+
+    def share(self, source: int, make: Callable[[], bytes]) -> bytes:
+        """On every rank the bytes that `make()` gives on rank `source`."""
         ...
 
     def close(self) -> None: ...

@@ -6,7 +6,6 @@ every rank has finished it.
 """
 
 import threading
-import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
@@ -17,35 +16,28 @@ import numpy as np
 from lockstep.backends import Backend, Tensor
 from lockstep.data.dataset import map_leaves
 from lockstep.device import Device
-from lockstep.engines.engine import Batch, Gathered, Gradients, Replica
+from lockstep.engines.engine import Batch, Exchanged, Gathered, Gradients, Replica
 from lockstep.engines.meeting import Meeting
-from lockstep.engines.rank import (
-    OwnShards,
-    add_up_own_shards,
-    cut_into_chunks,
-    is_out_of_memory,
-    take_part,
-    total_of,
-    what_would_fit,
-)
-from lockstep.errors import LockstepError, OutOfMemory, RankError
+from lockstep.engines.rank import OwnShards, compute_own_shards, cut_into_chunks, take_part, total_of
+from lockstep.errors import LockstepError, RankError
 from lockstep.exchange import schedule_for
 from lockstep.layout import Array
 from lockstep.named import user_source_line
-from lockstep.split.ranks import split_over_ranks
+from lockstep.split.balance import Balance
 
 
 class InProcess:
-    """All ranks in this process. `assign` says which shards a rank gets; the bits do not depend on it."""
+    """All ranks in this process. `balance` says which shards a rank gets; the bits do not depend on it."""
 
     def __init__(
         self,
         backend: Backend,
         devices: list[Device],
         exchange: str = "sharded",
-        assign: Callable[[int, int], list[range]] = split_over_ranks,
+        balance: Balance | None = None,
     ) -> None:
-        self.backend, self.devices, self.exchange_name, self.assign = backend, devices, exchange, assign
+        self.backend, self.devices, self.exchange_name = backend, devices, exchange
+        self.balance = balance or Balance()
         self.num_ranks = len(devices)
         self.local_ranks = range(self.num_ranks)
         self._undo = ExitStack()
@@ -104,7 +96,7 @@ class InProcess:
         return [placed[rank] for rank in first]
 
     def forward_backward(self, replicas: Sequence[Replica], step: int, batch: Batch, shards: list[range]) -> Gradients:
-        ranges = tuple(self.assign(len(shards), self.num_ranks))
+        ranges = self.balance.ranges(len(shards), self.num_ranks)
         busy = [rank for rank in self.local_ranks if ranges[rank]]
         meeting = Meeting(self.backend, len(busy))
 
@@ -112,42 +104,36 @@ class InProcess:
             def meet(what: str, own: list[Tensor]) -> list[Tensor]:
                 return meeting.meet(busy.index(rank), device, what, own)
 
-            try:
-                return add_up_own_shards(self.backend, replica, step, batch, rank, shards, ranges[rank], meet)
-            except BaseException as problem:
-                meeting.cancel()
-                if not is_out_of_memory(problem):
-                    raise
-                where, said = user_source_line(problem), str(problem)
-                traceback.clear_frames(problem.__traceback__)  # they hold what was computed so far
-            size = len(shards[ranges[rank].start])
-            advice = what_would_fit(self.backend, device, replica, step, batch, rank, size, meet)
-            raise OutOfMemory(rank, device, size, advice, said, where)
+            own = ranges[rank]
+            return compute_own_shards(
+                self.backend, device, replica, step, batch, rank, shards, own, meet, meeting.cancel
+            )
 
         return Gradients(ranges, *map(list, zip(*self.each("forward and backward", work, replicas), strict=True)))
 
-    def exchange(self, gradients: Gradients) -> list[Tensor]:
+    def exchange(self, gradients: Gradients) -> Exchanged:
+        self.balance.measured(gradients.ranges, gradients.seconds)
         schedule = schedule_for(self.exchange_name, gradients.ranges)
         size = next(len(vector) for nodes in gradients.nodes for vector in nodes.values())
         held = [cut_into_chunks(self.backend, nodes, size, schedule) for nodes in gradients.nodes]
         for round_ in schedule.rounds:
             self.each("exchange", lambda rank, device, r=round_: take_part(self.backend, device, rank, r, held))
-        return self.each("exchange", lambda rank, device, own: total_of(self.backend, own, schedule), held)
+        return Exchanged(
+            totals=self.each("exchange", lambda rank, device, own: total_of(self.backend, own, schedule), held),
+            losses=[loss for of_rank in gradients.losses for loss in of_rank],
+            rows=[row for of_rank in gradients.rows for row in of_rank],
+            used=frozenset().union(*gradients.used),
+        )
 
-    def update(
-        self, replicas: Sequence[Replica], step: int, totals: list[Tensor], gradients: Gradients, shards: list[range]
-    ) -> None:
-        used = frozenset().union(*gradients.used)
-
+    def update(self, replicas: Sequence[Replica], step: int, exchanged: Exchanged, shards: list[range]) -> None:
         def apply(rank: int, device: Device, replica: Replica, total: Tensor) -> None:
-            rows = [
-                map_leaves(row, lambda tensor: self.backend.copy_to(tensor, device))
-                for of_rank in gradients.rows
-                for row in of_rank
-            ]
-            replica.update(step, total, Gathered([len(shard) for shard in shards], rows, used))
+            rows = [map_leaves(row, lambda tensor: self.backend.copy_to(tensor, device)) for row in exchanged.rows]
+            replica.update(step, total, Gathered([len(shard) for shard in shards], rows, exchanged.used))
 
-        self.each("update", apply, replicas, totals)
+        self.each("update", apply, replicas, exchanged.totals)
 
     def gather(self, values: list[Any]) -> list[Any]:
         return values
+
+    def share(self, source: int, make: Callable[[], bytes]) -> bytes:
+        return make()

@@ -1,15 +1,18 @@
 """What one rank does in each phase of a step; every engine runs the same functions."""
 
 import threading
+import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from lockstep.backends import Backend, Tensor
 from lockstep.device import Device
 from lockstep.engines.engine import Batch, Leaf, Meet, Replica, Shard
+from lockstep.errors import OutOfMemory
 from lockstep.exchange.nodes import Node, maximal_nodes, sum_of
 from lockstep.exchange.schedule import Round, Schedule
+from lockstep.named import user_source_line
 from lockstep.split.batch import part_ranges
 
 
@@ -20,15 +23,25 @@ class OwnShards(NamedTuple):
     losses: list[float]
     rows: list[Any]
     used: list[int]
+    seconds: float
 
 
 Held = dict[tuple[int, Node], Tensor]  # (chunk, node) -> that part of the vector, on the rank's device
 
 
 def add_up_own_shards(
-    backend: Backend, replica: Replica, step: int, batch: Batch, rank: int, shards: list[range], own: range, meet: Meet
+    backend: Backend,
+    device: Device,
+    replica: Replica,
+    step: int,
+    batch: Batch,
+    rank: int,
+    shards: list[range],
+    own: range,
+    meet: Meet,
 ) -> OwnShards:
     """The rank's nodes, and what else its shards leave. Leaves are added as soon as they can be."""
+    began = time.perf_counter()
     done: list[Leaf] = []
 
     def fetched() -> Iterator[Shard]:
@@ -44,12 +57,41 @@ def add_up_own_shards(
         return gradient
 
     nodes = {node: sum_of(node, leaf, backend.add) for node in maximal_nodes(own, len(shards))}
+    losses = [float(leaf.loss) for leaf in done]
+    backend.synchronize(device)
     return OwnShards(
         nodes,
-        [float(leaf.loss) for leaf in done],
+        losses,
         [leaf.row for leaf in done if leaf.row is not None],
         sorted(frozenset().union(*(leaf.used for leaf in done))),
+        time.perf_counter() - began,
     )
+
+
+def compute_own_shards(
+    backend: Backend,
+    device: Device,
+    replica: Replica,
+    step: int,
+    batch: Batch,
+    rank: int,
+    shards: list[range],
+    own: range,
+    meet: Meet,
+    cancel: Callable[[], None],
+) -> OwnShards:
+    """`add_up_own_shards`; where memory runs out, the error says what would fit. Whoever waits to meet is sent home."""
+    try:
+        return add_up_own_shards(backend, device, replica, step, batch, rank, shards, own, meet)
+    except BaseException as problem:
+        cancel()
+        if not is_out_of_memory(problem):
+            raise
+        where, said = user_source_line(problem), str(problem)
+        traceback.clear_frames(problem.__traceback__)  # they hold what was computed so far
+    size = len(shards[own.start])
+    advice = what_would_fit(backend, device, replica, step, batch, rank, size, meet)
+    raise OutOfMemory(rank, device, size, advice, said, where)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -15,10 +15,17 @@ from lockstep.data.dataset import leaves_of
 from lockstep.device import Device
 from lockstep.engines import Gathered, Leaf, Meet, Shard
 from lockstep.errors import RunError
-from lockstep.layout import Array, Layout
+from lockstep.layout import Array, Layout, sha256_of
 from lockstep.modules.attributes import Attributes
 from lockstep.modules.buffers import Buffers
 from lockstep.modules.losses import PerSample, summed
+from lockstep.modules.memory import (
+    memory_of_optimizer,
+    memory_of_scheduler,
+    restore_optimizer,
+    restore_scheduler,
+    to_numpy,
+)
 from lockstep.modules.optimizers import MakeOptimizer
 from lockstep.modules.random import (
     OPTIMIZER,
@@ -55,10 +62,12 @@ class ModuleRecipe:
 class ModuleReplica:
     """One rank's copy of a module, with an optimizer of its own."""
 
-    def __init__(self, recipe: ModuleRecipe, device: Device, weights: dict[str, Array]) -> None:
+    def __init__(self, recipe: ModuleRecipe, device: Device, weights: dict[str, Array], memory: Any = None) -> None:
         self._recipe, self._place = recipe, place_of(device)
         self.module = copy_of(recipe.module, self._place)
         load(self.module, weights)
+        if memory is not None:
+            load(self.module, memory["buffers"])
         loss = recipe.loss
         self._loss = copy.deepcopy(loss).to(self._place) if isinstance(loss, nn.Module) else loss
         self._trained = [(name, param) for name, param in self.module.named_parameters() if param.requires_grad]
@@ -69,12 +78,16 @@ class ModuleReplica:
         self._optimizer = recipe.optimizer(self._trained)
         self._rates = [group.get("lr") for group in self._optimizer.param_groups]
         self._scheduler = recipe.scheduler(self._optimizer) if recipe.scheduler else None
+        if memory is not None:
+            restore_optimizer(self._optimizer, memory["optimizer"], self._place)
+            restore_scheduler(self._scheduler, memory["scheduler"], self._place)
         self._buffers = Buffers(self.module, recipe.is_sync)
         self._attributes = Attributes(self.module)
         self._random = KeyedRandom(self._place)
         self._has_computed = False
         self._modes = modes_of(recipe.module)
         self._step = 0  # that the buffers are prepared for
+        self._first_step: int | None = None  # of this replica: a run may go on with a new one
         self._sync = None
         if recipe.is_sync:
             stream = torch.cuda.current_stream() if self._place.type == "cuda" else None
@@ -90,7 +103,8 @@ class ModuleReplica:
         for shard in shards:
             with plain_errors(self._place.type):
                 self._buffers.start_shard()
-                loss = self._unwatched(shard) if step > LOOK_STEPS and not self._random.has_drawn else None
+                is_watched = self._random.has_drawn or step < (self._first_step or step) + LOOK_STEPS
+                loss = None if is_watched else self._unwatched(shard)
                 if loss is None:
                     loss = self.forward(self.module, self._random, step, shard)
                 with NoDraws():
@@ -109,6 +123,7 @@ class ModuleReplica:
             raise RunError("The module changed which parameters are trained (requires_grad) in mid-run. Do it before.")
         if self._step != step:
             self._step = step
+            self._first_step = self._first_step or step
             self._buffers.restore()
             self._buffers.start_step()
 
@@ -148,7 +163,7 @@ class ModuleReplica:
 
     def leaf(self, loss: Tensor, gradients: list[Tensor | None]) -> Leaf:
         """What a shard leaves behind."""
-        if self._step == 1:
+        if self._step == self._first_step:
             self._attributes.check()
         used = frozenset(number for number, gradient in enumerate(gradients) if gradient is not None)
         pieces: list[Tensor] = []
@@ -166,7 +181,7 @@ class ModuleReplica:
 
     def update(self, step: int, total: Tensor, batch: Gathered) -> None:
         self._start(step)  # a rank without shards has not done it
-        if step == 1 and gradients_of(self._recipe.module) != self._recipe.gradients:
+        if step == self._first_step and gradients_of(self._recipe.module) != self._recipe.gradients:
             raise RunError(
                 "The loss uses the module that you gave, and not the replica that is trained: what it adds has no "
                 "effect. Let the model give what the loss needs, as an entry of a tuple."
@@ -208,6 +223,22 @@ class ModuleReplica:
 
     def arrays(self) -> dict[str, Array]:
         return arrays_of(self.module)
+
+    def fingerprints(self) -> list[str]:
+        if self._place.type == "cpu":
+            return [sha256_of([array]) for array in self.arrays().values()]
+        named = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        sums = torch.stack([checksum(named[name]) for name in names_of(self.module)])  # without moving the numbers
+        return [str(entry) for entry in sums.tolist()]
+
+    def memory(self) -> Any:
+        kept = set(names_of(self.module))
+        others = {name: to_numpy(buffer) for name, buffer in self.module.named_buffers() if name not in kept}
+        return {
+            "buffers": others,
+            "optimizer": memory_of_optimizer(self._optimizer),
+            "scheduler": memory_of_scheduler(self._scheduler),
+        }
 
     def _clear(self) -> None:
         for param in self._params:  # the optimizer may not have all of them
@@ -266,13 +297,19 @@ def call(module: nn.Module, X: Any) -> Any:
 
 def arrays_of(module: nn.Module) -> dict[str, Array]:
     """Copies of all parameters and of the buffers that are kept, by name; what is tied has the first of its names."""
+    named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {name: to_numpy(named[name]) for name in names_of(module)}
+
+
+def names_of(module: nn.Module) -> list[str]:
+    """The names of all parameters, and of the buffers that are kept."""
     kept = set(module.state_dict(keep_vars=True))
-    named = [*module.named_parameters(), *((name, b) for name, b in module.named_buffers() if name in kept)]
-    return {name: _to_numpy(tensor.detach().cpu()) for name, tensor in named}
+    return [name for name, _ in module.named_parameters()] + [n for n, _ in module.named_buffers() if n in kept]
 
 
-def _to_numpy(tensor: Tensor) -> Array:
-    array: Array = (
-        (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy().copy()
-    )  # numpy has no bfloat16
-    return array
+def checksum(tensor: Tensor) -> Tensor:
+    """A sum of the tensor's bytes, each with a weight of its own, modulo 2**64: whole numbers have no order."""
+    octets = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    octets = torch.nn.functional.pad(octets, (0, -len(octets) % 4))
+    words = octets.view(torch.int32).long()
+    return (words * (2 * torch.arange(len(words), device=words.device) + 1)).sum()

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lockstep.report.events import EpochDone, Event, RunDone, RunStarted, RunStopped, StepDone
+from lockstep.report.events import EpochDone, Event, Incident, RunDone, RunStarted, RunStopped, StepDone
 
 PLAIN_LINE_SECONDS = 10.0  # in a log, a line within an epoch at most this often
 
@@ -54,6 +54,8 @@ class Console:
                 self._step_done(event)
             case EpochDone():
                 self._epoch_done(event)
+            case Incident(sentence=sentence):
+                self.note(sentence)
             case RunStopped():
                 _end(self._progress)
             case RunDone(result):
@@ -72,6 +74,18 @@ class Console:
 
     def _run_started(self, event: RunStarted) -> None:
         self._started = event
+        if event.num_restarts:
+            for note in event.notes:
+                self.note(note)
+        else:
+            self._say_what_is_run(event)
+        if self._out.is_terminal and not self._progress.task_ids:
+            total = event.config["num_epochs"] * event.steps_per_epoch
+            self._progress.add_task("", total=total, completed=event.step, speed=0)
+            self._progress.start()
+        self._start_epoch()
+
+    def _say_what_is_run(self, event: RunStarted) -> None:
         config = event.config
         test = f" and {event.num_test_samples:,} test" if event.num_test_samples else ""
         self.note(
@@ -87,11 +101,6 @@ class Console:
             self.note(f"The exchange {config['exchange']} adds in an order of its own: the bits depend on the devices.")
         if config["num_shards"] > config["batch_size"]:
             self.note(f"A batch of {config['batch_size']} fills only {config['batch_size']} of the shards.")
-        if self._out.is_terminal:
-            total = config["num_epochs"] * event.steps_per_epoch
-            self._progress.add_task(f"epoch 1/{config['num_epochs']}", total=total, speed=0)
-            self._progress.start()
-        self._start_epoch()
 
     def _start_epoch(self) -> None:
         self._epoch_began = self._last_line = time.monotonic()

@@ -22,6 +22,8 @@ class RunStarted:
     keeps_bits: bool  # whether the exchange adds in the tree's order
     model: str = ""  # what it is called, where the settings have no name for it
     notes: list[str] = field(default_factory=list)  # what the user should know before it starts
+    step: int = 0  # steps that are done already, where a run goes on
+    num_restarts: int = 0  # how often it went on with other workers
 
 
 @dataclass(frozen=True)
@@ -108,4 +110,12 @@ class RunStopped:
     )  # parameters and buffers after the last of them; none before the first
 
 
-Event = RunStarted | StepDone | EpochDone | RunDone | RunStopped
+@dataclass(frozen=True)
+class Incident:
+    """Something happened that the user should know, and the run goes on."""
+
+    kind: str
+    sentence: str
+
+
+Event = RunStarted | StepDone | EpochDone | RunDone | RunStopped | Incident

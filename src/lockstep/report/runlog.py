@@ -1,9 +1,10 @@
-"""A run's folder: config.json, metrics.jsonl, result.json, curve.png, weights.safetensors.
+"""A run's folder: config.json, metrics.jsonl, result.json, curve.png, weights.safetensors, checkpoints/.
 
 A file appears under its name only when it is whole; metrics.jsonl alone grows, a line an event. A run that had to stop
 has no result.json, and the weights after its last finished epoch.
 """
 
+import fcntl
 import json
 import math
 import os
@@ -18,28 +19,61 @@ from safetensors.numpy import load_file, save
 
 from lockstep.errors import ConfigError, RunError
 from lockstep.layout import Array
-from lockstep.report.events import EpochDone, Event, RunDone, RunStarted, RunStopped, StepDone
+from lockstep.report.events import EpochDone, Event, Incident, RunDone, RunStarted, RunStopped, StepDone
 
 MAX_JSON_BYTES = 1 << 20
+LOCK_SECONDS = 10.0  # to wait for the processes of a run that was killed
 
 
 class RunLog:
-    """Writes events to the run's folder. Nothing is made before the run has started."""
+    """Writes events to the run's folder, which is its own from `claim` to `close`."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        check_new_folder(folder)
+    def __init__(self, folder: Path, is_resumed: bool = False) -> None:
+        self.folder, self._is_resumed = folder, is_resumed
+        self._lock: int | None = None
+        check_folder(folder, is_resumed)
+
+    def claim(self) -> None:
+        """Makes the folder, and makes it this run's: another that wants it is refused, also at the same moment."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.folder, os.O_RDONLY)
+        except OSError as problem:
+            raise ConfigError(f"{self.folder} cannot be made: {problem.strerror}. Choose another --out.") from problem
+        give_up = time.monotonic() + (LOCK_SECONDS if self._is_resumed else 0.0)
+        while self._lock is None:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._lock = lock
+            except OSError as problem:  # a run that was killed a moment ago may not be gone yet
+                if time.monotonic() >= give_up:
+                    os.close(lock)
+                    raise ConfigError(f"Another run is under way in {self.folder}. Choose another --out.") from problem
+                time.sleep(0.1)
+        if not self._is_resumed and any(self.folder.iterdir()):
+            self.close()
+            raise ConfigError(f"Another run has just started in {self.folder}. Choose another --out.")
+
+    def close(self) -> None:
+        """Leaves the folder to others."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def write(self, event: Event) -> None:
         """Records one event. Steps are not recorded one by one; an epoch's line says what they came to."""
         try:
             match event:
                 case RunStarted():
-                    self._claim()
-                    self._text("config.json", to_json({**event.config, "data_sha256": event.data_sha256}, indent=2))
-                    self._line("started", asdict(event))
+                    if not (self.folder / "config.json").exists():
+                        config = {**event.config, "data_sha256": event.data_sha256}
+                        self._text("config.json", to_json(config, indent=2))
+                    is_new = event.step == 0 and event.num_restarts == 0
+                    self._line("started" if is_new else "resumed", asdict(event))
                 case StepDone():
                     pass
+                case Incident():
+                    self._line(event.kind, {"sentence": event.sentence})
                 case EpochDone():
                     self._line("epoch", asdict(event))
                 case RunDone(result):
@@ -55,29 +89,24 @@ class RunLog:
                 f"{self.folder} cannot be written to: {problem.strerror}. Free some space, or choose another --out."
             ) from problem
 
-    def _claim(self) -> None:
-        """Makes the folder this run's: of two runs that start at the same moment, one gets it."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / "metrics.jsonl").open("x").close()
-        except FileExistsError:
-            raise ConfigError(f"Another run has just started in {self.folder}. Choose another --out.") from None
-        except OSError as problem:
-            raise ConfigError(f"{self.folder} cannot be made: {problem.strerror}. Choose another --out.") from problem
-
     def _keep(self, history: list[EpochDone], weights: dict[str, Array]) -> None:
         from lockstep.report.plots import draw_curve  # matplotlib takes half a second to load: at the end, not before
 
-        if history:
+        if weights:  # none where no epoch was finished since the run was resumed
             write_whole(self.folder / "weights.safetensors", lambda path: path.write_bytes(save(weights)))
+        if history:
             write_whole(self.folder / "curve.png", lambda path: draw_curve(history, path))
 
     def _text(self, name: str, content: str) -> None:
         write_whole(self.folder / name, lambda path: path.write_text(content + "\n", encoding="utf-8"))
 
     def _line(self, kind: str, fields: dict[str, Any]) -> None:
-        with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as out:
-            out.write(to_json({"event": kind, **fields}) + "\n")
+        with (self.folder / "metrics.jsonl").open("ab+") as out:
+            is_cut = False  # a run that was killed may have left half a line
+            if out.tell():
+                out.seek(-1, os.SEEK_END)
+                is_cut = out.read(1) != b"\n"
+            out.write(b"\n" * is_cut + to_json({"event": kind, **fields}).encode() + b"\n")
 
 
 def new_folder(name: str) -> Path:
@@ -89,12 +118,15 @@ def new_folder(name: str) -> Path:
     return folder
 
 
-def check_new_folder(folder: Path) -> None:
-    """Refuses a folder that has something in it, or cannot be one."""
+def check_folder(folder: Path, is_resumed: bool = False) -> None:
+    """Refuses a folder that cannot be one, or has something in it that is not the run to go on with."""
     try:
-        if folder.is_dir() and any(folder.iterdir()):
+        if is_resumed and folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").is_file():
+            raise ConfigError(f"{folder} is not a run: it has no config.json. Choose another --out.")
+        if not is_resumed and folder.is_dir() and any(folder.iterdir()):
             raise ConfigError(
-                f"{folder} is not empty: a run is never written over. Choose another --out, or remove it."
+                f"{folder} is not empty: a run is never written over. Choose another --out, or remove it; or go on "
+                f"with the run in it (--resume)."
             )
         if folder.exists() and not folder.is_dir():
             raise ConfigError(f"{folder} is a file. Choose another --out.")
@@ -114,6 +146,17 @@ def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, Array]]:
         raise ConfigError(f"{folder} is not a run: it has no config.json.")
     if not os.path.isfile(weights_file):
         raise ConfigError(f"{folder} is a run that has not finished: it has no weights.safetensors.")
+    config = read_settings(folder)
+    try:
+        weights = load_file(weights_file)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as problem:
+        raise ConfigError(f"{weights_file} is damaged: {problem}.") from problem
+    return config, weights
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """The settings in a run's config.json, which may be anybody's file."""
+    config_file = folder / "config.json"
     try:
         with config_file.open("rb") as file:
             config = json.loads(file.read(MAX_JSON_BYTES))
@@ -121,11 +164,7 @@ def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, Array]]:
         raise ConfigError(f"{config_file} cannot be read: {problem}.") from problem
     if not isinstance(config, dict):
         raise ConfigError(f"{config_file} does not hold the settings of a run.")
-    try:
-        weights = load_file(weights_file)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as problem:
-        raise ConfigError(f"{weights_file} is damaged: {problem}.") from problem
-    return config, weights
+    return config
 
 
 def to_json(value: Any, indent: int | None = None) -> str:

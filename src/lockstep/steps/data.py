@@ -6,12 +6,13 @@ from lockstep.engines import Batch, Engine, Replica
 from lockstep.split.batch import split_into_shards
 
 
-def train_step(
-    engine: Engine, replicas: Sequence[Replica], step: int, batch: Batch, num_shards: int
-) -> list[list[float]]:
-    """Updates every replica on the whole of `batch`, with the same bits for any number of ranks; gives the losses."""
+def train_step(engine: Engine, replicas: Sequence[Replica], step: int, batch: Batch, num_shards: int) -> list[float]:
+    """Updates every replica on the whole of `batch`, with the same bits for any number of ranks.
+
+    Gives the summed loss of each shard, in shard order.
+    """
     shards = split_into_shards(batch.num_samples, num_shards)
     gradients = engine.forward_backward(replicas, step, batch, shards)
-    totals = engine.exchange(gradients)
-    engine.update(replicas, step, totals, gradients, shards)
-    return gradients.losses
+    exchanged = engine.exchange(gradients)
+    engine.update(replicas, step, exchanged, shards)
+    return exchanged.losses
