@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
@@ -49,7 +50,7 @@ class Training:
         self._config, self._task, self._engine, self._start = config, prepared.task, engine, start
         self._steps_per_epoch = -(-self._task.num_train // config.batch_size)
         self._weights: dict[str, Array] = {}  # parameters and buffers after the last epoch that was finished here
-        self.progress = start.checkpoint.progress if start.checkpoint else Progress()
+        self.progress = deepcopy(start.checkpoint.progress) if start.checkpoint else Progress()
         self.replicas: list[Replica] = []
 
     def checkpoint(self) -> Checkpoint | None:

@@ -67,6 +67,8 @@ class OutOfMemory(RunError):
 class PeersLost(RunError):
     """Other ranks are gone, or did not arrive in time; this one could go on."""
 
+    is_late = False  # nobody is known to be gone
+
 
 class Interrupted(RunError):
     """The user ended the run (Ctrl-C)."""

@@ -2,6 +2,7 @@
 
 import signal
 import threading
+from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -11,12 +12,12 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class Interrupts:
     """While it is entered in the main thread, says whether the run is to stop."""
 
-    def __init__(self) -> None:
-        self.requested = False
+    def __init__(self, signals: Sequence[signal.Signals] = SIGNALS) -> None:
+        self._signals, self.requested = signals, False
 
     def __enter__(self) -> Self:
         is_main = threading.current_thread() is threading.main_thread()
-        self._before = {number: signal.signal(number, self._received) for number in SIGNALS if is_main}
+        self._before = {number: signal.signal(number, self._received) for number in self._signals if is_main}
         return self
 
     def __exit__(

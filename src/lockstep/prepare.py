@@ -10,7 +10,7 @@ from lockstep.data.sources import Progress, no_progress
 from lockstep.device import Device
 from lockstep.engines import ENGINES
 from lockstep.errors import ConfigError
-from lockstep.exchange import EXCHANGES
+from lockstep.exchange import EXCHANGES, NATIVE
 from lockstep.models import MODELS, Model
 from lockstep.named import OWN, called, is_place, load_named
 from lockstep.registry import pick
@@ -31,7 +31,9 @@ def prepare(
     """Finds everything the run needs, cheapest first. One that `trains` has no more devices than shards."""
     given = given or Given()
     model = find_model(config, given)
-    pick(EXCHANGES, config.exchange, "exchange")
+    pick({**EXCHANGES, NATIVE: None}, config.exchange, "exchange")
+    if config.exchange == NATIVE and config.engine != "processes":
+        raise ConfigError("native is the framework's own all-reduce, between processes: use --engine processes.")
     backend = load_backend(config.backend)
     pick({name: ENGINES[name] for name in backend.capabilities.engines}, config.engine, f"engine for {backend.name}")
     devices = devices_for(backend, config.devices, at_most=config.num_shards)

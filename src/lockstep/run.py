@@ -1,7 +1,6 @@
 """A run from end to end: everything is checked, then trained, shown and recorded."""
 
-from collections.abc import Generator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import replace
 
 from lockstep.checkpoint import Checkpoints, check_same_run, identity_of, made_with
@@ -12,11 +11,11 @@ from lockstep.errors import ConfigError
 from lockstep.evaluate import checked_weights
 from lockstep.interrupts import Interrupts
 from lockstep.prepare import Prepared, prepare
-from lockstep.report.console import Console, fetch_progress
-from lockstep.report.events import Event, Result, RunDone
+from lockstep.report.console import fetch_progress
+from lockstep.report.events import Result
 from lockstep.report.runlog import RunLog
-from lockstep.samples import lost_loaders
-from lockstep.split.balance import Balance, MeasuredBalance
+from lockstep.reporting import report
+from lockstep.split.balance import balance_for
 from lockstep.task import Given
 
 
@@ -33,9 +32,13 @@ def run(config: RunConfig, given: Given | None = None, quiet: bool = False, resu
             log.claim()
             undo.callback(log.close)
             start = find_start(config, prepared, resume)
+        if config.engine == "processes":
+            from lockstep.elastic import train_in_processes  # needs its framework
+
+            return train_in_processes(config, prepared, start, log, quiet)
         interrupts = undo.enter_context(Interrupts())
         start = replace(start, is_stopping=lambda: interrupts.requested)
-        engine = InProcess(prepared.backend, prepared.devices, config.exchange, balance_for(config))
+        engine = InProcess(prepared.backend, prepared.devices, config.exchange, balance_for(config.balance))
         with engine:
             return report(Training(config, prepared, engine, start).events(), log, quiet)
 
@@ -61,29 +64,3 @@ def find_start(config: RunConfig, prepared: Prepared, resume: bool) -> Start:
             )
     notes.append(f"going on after step {found.progress.step}")
     return Start(found, notes, checkpoints=checkpoints)
-
-
-def balance_for(config: RunConfig) -> Balance:
-    """Who gets how many shards."""
-    return MeasuredBalance() if config.balance == "measured" else Balance()
-
-
-def report(events: Generator[Event, None, None], log: RunLog | None, quiet: bool) -> Result:
-    """Shows and records the events as they come; gives the result, which is the last."""
-    with Console() as console, closing(events):
-
-        def tell(event: Event) -> None:
-            if log is not None:
-                log.write(event)
-            if not quiet:
-                console.show(event)
-
-        try:
-            with lost_loaders():
-                for event in events:
-                    tell(event)
-        except KeyboardInterrupt:  # it came while an event was being told: let the run itself stop, in its own words
-            tell(events.throw(KeyboardInterrupt()))
-            next(events)
-    assert isinstance(event, RunDone), "the last event of a run is its result"
-    return event.result

@@ -49,7 +49,7 @@ class TorchBackend:
 
     name = "torch"
     oldest = (2, 9)
-    capabilities = Capabilities(gpus=True, capture=False, sees_random_draws=True)
+    capabilities = Capabilities(gpus=True, capture=False, sees_random_draws=True, engines=("inprocess", "processes"))
     ops = TorchOps()
     _lock = threading.Lock()
 

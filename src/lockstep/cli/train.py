@@ -135,7 +135,7 @@ def train(
 
 
 def recorded_settings(context: typer.Context, folder: Path) -> dict[str, Any]:
-    """What decides the bits of the run in `folder`, but for what was given now. A file never decides what code is run."""
+    """What decides the bits of the run in `folder`, but for what was given now. A file never names code to run."""
     from lockstep.checkpoint import IDENTITY
     from lockstep.errors import ConfigError
     from lockstep.named import is_place

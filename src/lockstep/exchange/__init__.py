@@ -17,6 +17,8 @@ EXCHANGES: dict[str, Callable[[list[range]], Schedule]] = {
     "ring": ring,
 }
 
+NATIVE = "native"  # the framework's own all-reduce, which has no schedule of ours
+
 KEEPS_THE_TREE = frozenset({"gather", "sharded", "tree"})  # the others add in an order that depends on k
 
 

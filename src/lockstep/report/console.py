@@ -74,7 +74,7 @@ class Console:
 
     def _run_started(self, event: RunStarted) -> None:
         self._started = event
-        if event.num_restarts:
+        if event.num_restarts and event.step:
             for note in event.notes:
                 self.note(note)
         else:

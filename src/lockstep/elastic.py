@@ -1,0 +1,134 @@
+"""A run in processes that may come and go: when the others change, each of them goes on from the newest state."""
+
+import signal
+import tempfile
+from dataclasses import replace
+from typing import IO, Any
+
+from lockstep.checkpoint import Checkpoint, unpacked
+from lockstep.config import RunConfig
+from lockstep.engines import Engine
+from lockstep.engines.launch import Generation, Member, Supervisor
+from lockstep.engines.processes import Processes
+from lockstep.epochs import Start, Training
+from lockstep.errors import PeersLost
+from lockstep.interrupts import Interrupts
+from lockstep.packing import pack, unpack
+from lockstep.prepare import Prepared
+from lockstep.report.events import EpochDone, Result
+from lockstep.report.runlog import RunLog
+from lockstep.reporting import report
+from lockstep.split.balance import balance_for
+
+
+def train_in_processes(config: RunConfig, prepared: Prepared, start: Start, log: RunLog | None, quiet: bool) -> Result:
+    """Trains in a worker process for each device; gives the result of the one that is rank 0 at the end."""
+    with tempfile.TemporaryFile() as answer:
+
+        def work(member: Member) -> None:
+            Worker(config, prepared, start, log, quiet, answer).work(member)
+
+        Supervisor(
+            prepared.devices,
+            work,
+            config.timeout,
+            drops_hung=config.on_hang == "drop",
+            max_restarts=config.max_restarts,
+        ).supervise()
+        answer.seek(0)
+        return result_of(unpack(answer.read()), config, prepared)
+
+
+class Worker:
+    """One process's part of the run, over all generations that it lives in."""
+
+    def __init__(
+        self, config: RunConfig, prepared: Prepared, start: Start, log: RunLog | None, quiet: bool, answer: IO[bytes]
+    ) -> None:
+        self._config, self._prepared, self._start = config, prepared, start
+        self._log, self._quiet, self._answer = log, quiet, answer
+        self._kept = start.checkpoint  # the run after the last step that this process knows of
+
+    def work(self, member: Member) -> None:
+        """Takes part until the run is done."""
+        number = 0
+        with Interrupts([signal.SIGTERM]) as interrupts:
+            while True:
+                generation = member.join(number)
+                number = generation.number + 1
+                try:
+                    self._take_part(member, generation, interrupts)
+                    if generation.workers[0] == member.worker:
+                        return
+                    member.wait_for_the_next(generation)
+                except PeersLost as lost:
+                    member.tell_lost(generation, lost)
+
+    def _take_part(self, member: Member, generation: Generation, interrupts: Interrupts) -> None:
+        config, prepared, is_first = self._config, self._prepared, generation.number == 0
+        rank = generation.workers.index(member.worker)
+        member.whereabouts.phase = "start"
+        group = member.connect(generation)
+        with Processes(
+            prepared.backend,
+            generation.devices,
+            group,
+            config.exchange,
+            balance_for(config.balance),
+            member.whereabouts,
+        ) as engine:
+            self._kept = agree(engine, self._kept)
+            step = self._kept.progress.step if self._kept else 0
+            going_on = f"going on after step {step} on [{', '.join(generation.devices)}]"
+            start = replace(
+                self._start,
+                checkpoint=self._kept,
+                notes=self._start.notes if is_first else [*generation.notes, going_on],
+                num_restarts=generation.number,
+                checkpoints=self._start.checkpoints if rank == 0 else None,
+                is_stopping=lambda: rank == 0 and interrupts.requested,
+            )
+            training = Training(config, prepared, engine, start)
+            try:
+                result = report(training.events(), self._log if rank == 0 else None, self._quiet or rank != 0)
+            except PeersLost:
+                self._kept = training.checkpoint()
+                raise
+            self._kept = training.checkpoint()
+        if rank == 0:
+            self._answer.seek(0)
+            self._answer.truncate()
+            self._answer.write(pack(plain_of(result)))
+            self._answer.flush()
+
+
+def agree(engine: Engine, own: Checkpoint | None) -> Checkpoint | None:
+    """The newest state that any rank has, on all ranks. Who has it already is not sent it."""
+    step = -1 if own is None else own.progress.step
+    steps = engine.gather([step])
+    newest = max(steps)
+    if newest < 0 or min(steps) == newest:
+        return own
+    data = engine.share(steps.index(newest), lambda: own.packed() if own is not None else b"")
+    return own if step == newest else unpacked(data)
+
+
+def plain_of(result: Result) -> dict[str, Any]:
+    """A result as plain values and arrays."""
+    return {"summary": {**result.summary(), "run": None}, "params": result.params, "buffers": result.buffers}
+
+
+def result_of(plain: dict[str, Any], config: RunConfig, prepared: Prepared) -> Result:
+    """The result again, in this process."""
+    summary, weights = plain["summary"], {**plain["params"], **plain["buffers"]}
+    ordered = {name: weights[name] for name in prepared.task.initial}
+    return Result(
+        **{
+            **summary,
+            "run": config.out,
+            "history": [EpochDone(**done) for done in summary["history"]],
+            "params": {name: plain["params"][name] for name in prepared.task.parameters},
+            "buffers": {name: ordered[name] for name in ordered if name in plain["buffers"]},
+            "module": prepared.task.trained(ordered),
+        }
+    )

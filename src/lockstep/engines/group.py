@@ -1,0 +1,196 @@
+"""A rank's connections to the others: tensors and bytes over PyTorch's own wires (Gloo, NCCL), with a deadline each.
+
+Only tensors travel; what is not a tensor is packed into one (see `packing.py`). Nothing is ever unpickled.
+"""
+
+import contextlib
+import fcntl
+import os
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.backends.torch import place_of
+from lockstep.device import Device
+from lockstep.engines.whereabouts import Store
+from lockstep.errors import PeersLost
+
+HEAD = 4096  # bytes of a first message: its length, and as much as fits; as a rule, that is all
+LOOPBACK = "127.0.0.1"
+
+
+def serve_store() -> tuple[Store, int, int]:
+    """A store that only this machine can reach, its port, and the descriptor it listens on."""
+    with socket.socket() as listener:
+        listener.bind((LOOPBACK, 0))
+        listener.listen(1024)
+        port, descriptor = listener.getsockname()[1], os.dup(listener.fileno())
+    store = dist.TCPStore(LOOPBACK, port, is_master=True, master_listen_fd=descriptor, wait_for_workers=False)
+    return store, port, descriptor
+
+
+def join_store(host: str, port: int, timeout: float) -> Store:
+    """A connection to the store that others have opened."""
+    try:
+        return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
+    except (RuntimeError, ValueError) as problem:
+        raise PeersLost(f"The meeting point {host}:{port} cannot be reached: {_first_line(problem)}.") from problem
+
+
+def store_under(prefix: str, store: Store) -> Store:
+    """The part of a store whose keys begin with `prefix`."""
+    return dist.PrefixStore(prefix, store)
+
+
+def address_towards(host: str) -> str:
+    """This machine's own address on the way to `host`: loopback, unless the user named another machine."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # nothing is sent
+        return str(probe.getsockname()[0])
+
+
+def interface_of(address: str) -> str:
+    """The name of the network interface that has this address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an address
+                answer = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return ""
+
+
+class Group:
+    """The ranks that work together. Any error closes it: the others then notice, and all of them can meet anew."""
+
+    def __init__(self, store: Store, rank: int, devices: Sequence[Device], address: str, timeout: float) -> None:
+        self.rank, self.size, self.timeout = rank, len(devices), timeout
+        self.place = place_of(devices[rank])
+        gpus = [device for device in devices if device.kind == "cuda"]
+        # two ranks on one GPU: NCCL refuses them, and what they exchange goes through the CPU's memory
+        self._on_gpu = bool(gpus) and (len(set(gpus)) == len(gpus) or address != LOOPBACK)
+        limit = timedelta(seconds=timeout)
+        try:
+            options = dist.ProcessGroupGloo._Options()
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+            options._timeout = limit
+            self._gloo = dist.ProcessGroupGloo(store_under("gloo", store), rank, self.size, options)
+            self._nccl: Any = None
+            if self._on_gpu:
+                if name := interface_of(address):
+                    os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+                torch.cuda.set_device(self.place)
+                fast = dist.ProcessGroupNCCL.Options()
+                fast._timeout = limit
+                self._nccl = dist.ProcessGroupNCCL(store_under("nccl", store), rank, self.size, fast)
+        except RuntimeError as problem:
+            raise PeersLost(f"The ranks cannot reach each other: {_first_line(problem)}.") from problem
+
+    def close(self) -> None:
+        """Ends the connections; whoever waits for this rank notices."""
+        for wire in (self._gloo, self._nccl):
+            if wire is not None:
+                with contextlib.suppress(RuntimeError):
+                    wire.abort()
+
+    def transfer(self, sends: Sequence[tuple[int, Tensor]], sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """Sends vectors to ranks, and receives float32 vectors of these sizes from ranks, in the order given."""
+        if not sends and not sizes:
+            return []
+        wire, place = (self._nccl, self.place) if self._on_gpu else (self._gloo, torch.device("cpu"))
+        received = [torch.empty(size, dtype=torch.float32, device=place) for _, size in sizes]
+        sent = [vector.to(place) for _, vector in sends]
+        targets, sources = [target for target, _ in sends], [source for source, _ in sizes]
+        self._move(wire, list(zip(targets, sent, strict=True)), list(zip(sources, received, strict=True)))
+        return [vector.to(self.place) for vector in received]
+
+    def all_reduce(self, vector: Tensor) -> Tensor:
+        """The sum over all ranks, in PyTorch's own order of additions."""
+        wire, place = (self._nccl, self.place) if self._on_gpu else (self._gloo, torch.device("cpu"))
+        total = vector.to(place, copy=True)
+        try:
+            assert wire is not None
+            self._wait([wire.allreduce([total])], time.monotonic() + self.timeout)
+        except RuntimeError as problem:
+            raise self._lost(problem) from problem
+        return total.to(self.place)
+
+    def gather(self, own: bytes, ranks: Sequence[int] | None = None) -> list[bytes]:
+        """What each rank brings, in the order of `ranks`: all of them, or those that are known to come."""
+        ranks = range(self.size) if ranks is None else ranks
+        others = [rank for rank in ranks if rank != self.rank]
+        message = np.frombuffer(len(own).to_bytes(8, "little") + own, np.uint8).copy()
+        head = torch.zeros(HEAD, dtype=torch.uint8)
+        head[: min(HEAD, len(message))] = torch.from_numpy(message[:HEAD])
+        heads = {rank: torch.empty(HEAD, dtype=torch.uint8) for rank in others}
+        self._move(self._gloo, [(rank, head) for rank in others], list(heads.items()))
+        lengths = {rank: int.from_bytes(first[:8].numpy().tobytes(), "little") + 8 for rank, first in heads.items()}
+        rest = torch.from_numpy(message[HEAD:])
+        rests = {
+            rank: torch.empty(length - HEAD, dtype=torch.uint8) for rank, length in lengths.items() if length > HEAD
+        }
+        if len(rest) or rests:
+            self._move(self._gloo, [(rank, rest) for rank in others if len(rest)], list(rests.items()))
+        found = {self.rank: own}
+        for rank, first in heads.items():
+            whole = torch.cat([first, rests[rank]]) if rank in rests else first
+            found[rank] = whole[8 : lengths[rank]].numpy().tobytes()
+        return [found[rank] for rank in ranks]
+
+    def share(self, source: int, own: bytes) -> bytes:
+        """On every rank the bytes of rank `source`."""
+        return self.gather(own if self.rank == source else b"")[source]
+
+    def _move(self, wire: Any, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
+        """Everything at the same time; over when all has arrived."""
+        deadline = time.monotonic() + self.timeout
+        try:
+            is_nccl = wire is not self._gloo
+            if is_nccl:
+                wire._start_coalescing(self.place)
+            works = [wire.recv([tensor], source, 0) for source, tensor in receives]
+            works += [wire.send([tensor], target, 0) for target, tensor in sends]
+            if is_nccl:
+                works = [wire._end_coalescing(self.place)]
+            self._wait(works, deadline)
+        except RuntimeError as problem:
+            raise self._lost(problem) from problem
+
+    def _wait(self, works: list[Any], deadline: float) -> None:
+        for work in works:
+            if self._on_gpu:  # waiting for NCCL would only make the stream wait
+                while not work.is_completed():
+                    if time.monotonic() > deadline:
+                        raise RuntimeError("Timed out waiting for NCCL")
+                    time.sleep(0)
+            work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+
+    def _lost(self, problem: RuntimeError) -> PeersLost:
+        self.close()
+        lost = PeersLost(_first_line(problem))
+        lost.is_late = "timed out" in str(problem).lower()
+        return lost
+
+
+def tensor_to_plain(tensor: Tensor) -> dict[str, Any]:
+    """A tensor of any kind as plain values and bytes."""
+    octets = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return {"kind": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape), "bytes": octets}
+
+
+def tensor_from_plain(plain: dict[str, Any], place: torch.device) -> Tensor:
+    """The tensor again, on `place`."""
+    flat = torch.from_numpy(plain["bytes"].copy()).view(getattr(torch, plain["kind"]))
+    return flat.reshape(plain["shape"]).to(place)
+
+
+def _first_line(problem: BaseException) -> str:
+    return (str(problem).splitlines() or [type(problem).__name__])[0].rstrip(".")

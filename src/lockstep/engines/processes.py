@@ -1,0 +1,177 @@
+"""`processes`: one process a device. This process owns one rank, and works for it on its main thread.
+
+The step, the schedules and the tree are those of the other engine; here a transfer goes over a wire.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, Self
+
+import torch
+
+from lockstep.backends import Backend, Tensor
+from lockstep.data.dataset import map_leaves
+from lockstep.device import Device
+from lockstep.engines.engine import Batch, Exchanged, Gathered, Gradients, Replica
+from lockstep.engines.group import Group, tensor_from_plain, tensor_to_plain
+from lockstep.engines.rank import Held, compute_own_shards, cut_into_chunks, do_additions, total_of
+from lockstep.engines.whereabouts import Whereabouts
+from lockstep.errors import LockstepError, PeersLost, RankError, RunError
+from lockstep.exchange import NATIVE, schedule_for
+from lockstep.layout import Array
+from lockstep.named import user_source_line
+from lockstep.packing import pack, unpack
+from lockstep.split.balance import Balance
+from lockstep.split.batch import part_ranges
+
+
+class Processes:
+    """One of the ranks is in this process; `group` leads to the others."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        devices: list[Device],
+        group: Group,
+        exchange: str = "sharded",
+        balance: Balance | None = None,
+        whereabouts: Whereabouts | None = None,
+    ) -> None:
+        self.backend, self.devices, self.exchange_name = backend, devices, exchange
+        self.balance, self.whereabouts = balance or Balance(), whereabouts or Whereabouts()
+        self.num_ranks, self.rank = len(devices), group.rank
+        self.local_ranks = range(self.rank, self.rank + 1)
+        self.device = devices[self.rank]
+        self._group = group
+        self._undo = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._undo.callback(self._group.close)
+        try:
+            self._undo.enter_context(self.backend.session([self.device]))
+            self.each("start", lambda rank, device: self.backend.start_worker(device))
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the connections and puts the framework's settings back. Twice does no harm."""
+        self._undo.close()
+
+    def each(self, phase: str, work: Callable[..., Any], *lists: Sequence[Any]) -> list[Any]:
+        """`work(rank, device, ...)` for this process's rank."""
+        self.whereabouts.phase = phase
+        try:
+            result = work(self.rank, self.device, *(entries[0] for entries in lists))
+            self.backend.synchronize(self.device)
+        except LockstepError:
+            raise
+        except Exception as problem:
+            raise RankError(self.rank, self.device, phase, problem, user_source_line(problem)) from problem
+        return [result]
+
+    def replicate(self, make: Callable[[Device], Any]) -> list[Any]:
+        return self.each("replicate", lambda rank, device: make(device))
+
+    def place(self, array: Array) -> list[Tensor]:
+        return self.each("place", lambda rank, device: self.backend.from_numpy(array, device))
+
+    def forward_backward(self, replicas: Sequence[Replica], step: int, batch: Batch, shards: list[range]) -> Gradients:
+        self.whereabouts.step = step
+        ranges = self.balance.ranges(len(shards), self.num_ranks)
+        busy = [rank for rank in range(self.num_ranks) if ranges[rank]]
+        is_cancelled = False
+
+        def meet(what: str, own: list[Tensor]) -> list[Tensor]:
+            if is_cancelled:
+                raise PeersLost("It cannot be tried without the other ranks.")
+            brought = pack({"what": what, "tensors": [tensor_to_plain(tensor) for tensor in own]})
+            met = [unpack(other) for other in self._group.gather(brought, busy)]
+            for other in met:
+                if other["what"] != what:
+                    raise RunError(
+                        f"Shards of one batch take different ways through the model: one is at {what}, another at "
+                        f"{other['what']}. Statistics of the whole batch need all of them at the same place."
+                    )
+            return [tensor_from_plain(tensor, self._group.place) for other in met for tensor in other["tensors"]]
+
+        def cancel() -> None:
+            nonlocal is_cancelled
+            is_cancelled = True
+
+        def work(rank: int, device: Device, replica: Replica) -> Any:
+            own = ranges[rank]
+            return compute_own_shards(self.backend, device, replica, step, batch, rank, shards, own, meet, cancel)
+
+        (own,) = self.each("forward and backward", work, replicas)
+        return Gradients(ranges, [own.nodes], [own.losses], [own.rows], [own.used], [own.seconds])
+
+    def exchange(self, gradients: Gradients) -> Exchanged:
+        (exchanged,) = self.each("exchange", lambda rank, device: self._exchange(gradients))
+        return exchanged
+
+    def _exchange(self, gradients: Gradients) -> Exchanged:
+        (nodes,), (losses,), (rows,) = gradients.nodes, gradients.losses, gradients.rows
+        said = {
+            "losses": losses,
+            "rows": [map_leaves(row, tensor_to_plain) for row in rows],
+            "used": gradients.used[0],
+            "seconds": gradients.seconds[0],
+            "size": max((len(vector) for vector in nodes.values()), default=0),
+        }
+        heard = [unpack(other) for other in self._group.gather(pack(said))]
+        self.balance.measured(gradients.ranges, [other["seconds"] for other in heard])
+        size = max(other["size"] for other in heard)
+        total = self._total(nodes, gradients.ranges, size)
+        return Exchanged(
+            totals=[total],
+            losses=[loss for other in heard for loss in other["losses"]],
+            rows=[self._row(row) for other in heard for row in other["rows"]],
+            used=frozenset(number for other in heard for number in other["used"]),
+        )
+
+    def _row(self, plain: dict[str, Any]) -> dict[str, Tensor]:
+        return {name: tensor_from_plain(tensor, self._group.place) for name, tensor in plain.items()}
+
+    def _total(self, nodes: dict[Any, Tensor], ranges: tuple[range, ...], size: int) -> Tensor:
+        if self.exchange_name == NATIVE:
+            own = torch.zeros(size, dtype=torch.float32, device=self._group.place)
+            for vector in nodes.values():
+                own += vector
+            return self._group.all_reduce(own)
+        schedule = schedule_for(self.exchange_name, ranges)
+        places = part_ranges(size, schedule.num_chunks)
+        held: Held = cut_into_chunks(self.backend, nodes, size, schedule)
+        for round_ in schedule.rounds:
+            sent = [t for t in round_.transfers if t.source == self.rank and places[t.chunk]]
+            due = [t for t in round_.transfers if t.target == self.rank and places[t.chunk]]
+            arrived = self._group.transfer(
+                [(t.target, held[t.chunk, t.node]) for t in sent], [(t.source, len(places[t.chunk])) for t in due]
+            )
+            held |= {(t.chunk, t.node): vector for t, vector in zip(due, arrived, strict=True)}
+            for t in round_.transfers:
+                if t.target == self.rank and not places[t.chunk]:
+                    held[t.chunk, t.node] = torch.empty(0, device=self._group.place)
+            do_additions(self.backend, self.rank, round_, held)
+        return total_of(self.backend, held, schedule)
+
+    def update(self, replicas: Sequence[Replica], step: int, exchanged: Exchanged, shards: list[range]) -> None:
+        def apply(rank: int, device: Device, replica: Replica, total: Tensor) -> None:
+            replica.update(step, total, Gathered([len(shard) for shard in shards], exchanged.rows, exchanged.used))
+
+        self.each("update", apply, replicas, exchanged.totals)
+
+    def gather(self, values: list[Any]) -> list[Any]:
+        (found,) = self.each(
+            "exchange", lambda rank, device: [unpack(other) for other in self._group.gather(pack(values[0]))]
+        )
+        return list(found)
+
+    def share(self, source: int, make: Callable[[], bytes]) -> bytes:
+        own = make() if self.rank == source else b""
+        (found,) = self.each("exchange", lambda rank, device: self._group.share(source, own))
+        return bytes(found)
