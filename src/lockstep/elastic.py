@@ -8,6 +8,7 @@ from typing import IO, Any
 from lockstep.checkpoint import Checkpoint, unpacked
 from lockstep.config import RunConfig
 from lockstep.engines import Engine
+from lockstep.engines.group import check_can_fork
 from lockstep.engines.launch import Generation, Member, Supervisor
 from lockstep.engines.processes import Processes
 from lockstep.epochs import Start, Training
@@ -23,6 +24,9 @@ from lockstep.split.balance import balance_for
 
 def train_in_processes(config: RunConfig, prepared: Prepared, start: Start, log: RunLog | None, quiet: bool) -> Result:
     """Trains in a worker process for each device; gives the result of the one that is rank 0 at the end."""
+    check_can_fork(prepared.devices)
+    with prepared.backend.session([]):  # what the framework loads for one is loaded once, and not by every worker
+        pass
     with tempfile.TemporaryFile() as answer:
 
         def work(member: Member) -> None:

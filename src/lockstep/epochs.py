@@ -172,12 +172,20 @@ class Training:
             return ""
         return str(self._start.checkpoints.save(checkpoint))
 
+    def save_and_stop(self) -> Interrupted:
+        """Saves a checkpoint; the error to end with."""
+        return self._interruption(self._saved_now())
+
     def _interrupted(self, saved: str) -> Events:
-        progress, out = self.progress, self._config.out
+        progress = self.progress
         yield RunStopped(progress.epoch, progress.step, "interrupted", progress.history, self._weights)
+        raise self._interruption(saved)
+
+    def _interruption(self, saved: str) -> Interrupted:
+        progress, out = self.progress, self._config.out
         last = saved or next(map(str, self._start.checkpoints.paths() if self._start.checkpoints else []), "")
         how = f" A checkpoint is in {last}. Go on with: lockstep train --resume --out {out}" if last else ""
-        raise Interrupted(f"interrupted after step {progress.step}.{how or _kept(self._config, progress.history)}")
+        return Interrupted(f"interrupted after step {progress.step}.{how or _kept(self._config, progress.history)}")
 
     def _stop(self, what: str) -> Events:
         """Hands out what there is, then ends the run with a sentence."""

@@ -17,6 +17,8 @@ class LockstepError(Exception):
     """Something went wrong that we can put into a sentence."""
 
     exit_status = 1
+    trace = ""  # the user's own traceback, where it was another process's
+    is_said = False  # another process has said it already
 
 
 class ConfigError(LockstepError):

@@ -26,9 +26,16 @@ class Prepared(NamedTuple):
 
 
 def prepare(
-    config: RunConfig, given: Given | None = None, progress: Progress = no_progress, trains: bool = True
+    config: RunConfig,
+    given: Given | None = None,
+    progress: Progress = no_progress,
+    trains: bool = True,
+    devices: list[Device] | None = None,
 ) -> Prepared:
-    """Finds everything the run needs, cheapest first. One that `trains` has no more devices than shards."""
+    """Finds everything the run needs, cheapest first. One that `trains` has no more devices than shards.
+
+    `devices` are those of all ranks, where they are on several machines.
+    """
     given = given or Given()
     model = find_model(config, given)
     pick({**EXCHANGES, NATIVE: None}, config.exchange, "exchange")
@@ -36,7 +43,8 @@ def prepare(
         raise ConfigError("native is the framework's own all-reduce, between processes: use --engine processes.")
     backend = load_backend(config.backend)
     pick({name: ENGINES[name] for name in backend.capabilities.engines}, config.engine, f"engine for {backend.name}")
-    devices = devices_for(backend, config.devices, at_most=config.num_shards)
+    if devices is None:
+        devices = devices_for(backend, config.devices, at_most=config.num_shards)
     if trains:
         check_ranks(len(devices), config.num_shards)
     data = find_data(config, given, progress)

@@ -7,6 +7,7 @@ from typing import Any
 from lockstep.backends import DEFAULT_BACKEND
 from lockstep.config import RunConfig
 from lockstep.errors import ConfigError
+from lockstep.launched import says_the_result
 from lockstep.named import name_of
 from lockstep.report.events import Result
 from lockstep.run import run
@@ -131,6 +132,6 @@ def train(
         metrics=metrics,
     )
     result = run(config, given, quiet=quiet, resume=resume)
-    if not quiet:
+    if not quiet and says_the_result():
         print(result.lines())
     return result

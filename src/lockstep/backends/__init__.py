@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from lockstep.backends.hardware import peak_of_process
+from lockstep.backends.hardware import cpu, peak_of_process
 from lockstep.backends.protocol import Backend, Capabilities, LossSum, Ops, Tensor
 from lockstep.device import MAX_DEVICES, Device, check_devices, choose_devices
 from lockstep.errors import BackendError, ConfigError
@@ -108,11 +108,10 @@ def devices_for(backend: Backend, wanted: int | str | list[str] | None, at_most:
     A number means that many GPUs if there are that many, else that many logical CPU devices; a list names them one by
     one. Nothing means all GPUs, else a logical CPU device for each core, but `at_most` so many.
     """
-    *gpus, cpu = backend.hardware()
-    names = [gpu.device for gpu in gpus]
+    gpus = _gpus(backend)
     if wanted is None:
-        wanted = min(len(names) or cpu.num_cores, at_most)
-    return choose_devices(wanted, names)
+        wanted = min(len(gpus) or cpu().num_cores, at_most)
+    return choose_devices(wanted, gpus)
 
 
 def reset_peak_memory(backend: Backend, devices: Sequence[Device]) -> None:
@@ -136,5 +135,9 @@ def places_for(backend: Backend, names: Sequence[str]) -> list[Device]:
     if isinstance(names, str) or not isinstance(names, Sequence):
         raise ConfigError(f"{names!r} is not a list of devices. Give one like ['cpu:0', 'cpu:1'], or devices(2).")
     places = [Device(name) for name in names]
-    check_devices(places, [entry.device for entry in backend.hardware()[:-1]])
+    check_devices(places, _gpus(backend))
     return places
+
+
+def _gpus(backend: Backend) -> list[Device]:
+    return [Device(f"cuda:{number}") for number in range(backend.num_gpus())]

@@ -74,6 +74,9 @@ class JaxBackend:
     def version(self) -> str:
         return jax.__version__
 
+    def num_gpus(self) -> int:
+        return len(_places("cuda"))
+
     def hardware(self) -> list[Hardware]:
         gpus = []
         for number, gpu in enumerate(_places("cuda")):

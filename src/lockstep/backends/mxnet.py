@@ -77,9 +77,12 @@ class MxnetBackend:
     def version(self) -> str:
         return str(mxnet.__version__)
 
+    def num_gpus(self) -> int:
+        return int(mxnet.context.num_gpus())
+
     def hardware(self) -> list[Hardware]:
         gpus = []
-        for number in range(mxnet.context.num_gpus()):
+        for number in range(self.num_gpus()):
             _, num_bytes = mxnet.context.gpu_memory_info(number)
             gpus.append(Hardware(Device(f"cuda:{number}"), "GPU", num_bytes, 0))  # its name is not told
         return gpus + [cpu()]

@@ -135,6 +135,9 @@ class NumpyBackend:
     def version(self) -> str:
         return np.__version__
 
+    def num_gpus(self) -> int:
+        return 0
+
     def hardware(self) -> list[Hardware]:
         return [cpu()]
 

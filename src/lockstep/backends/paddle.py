@@ -64,9 +64,12 @@ class PaddleBackend:
     def version(self) -> str:
         return str(paddle.__version__)
 
+    def num_gpus(self) -> int:
+        return int(paddle.device.cuda.device_count())
+
     def hardware(self) -> list[Hardware]:
         gpus = []
-        for number in range(paddle.device.cuda.device_count()):
+        for number in range(self.num_gpus()):
             found = paddle.device.cuda.get_device_properties(number)
             gpus.append(Hardware(Device(f"cuda:{number}"), found.name, found.total_memory, found.multi_processor_count))
         return gpus + [cpu()]

@@ -49,6 +49,10 @@ class Backend(Protocol):
 
     # --- the machine ---
     def version(self) -> str: ...
+    def num_gpus(self) -> int:
+        """The GPUs that there are, found without beginning to use one."""
+        ...
+
     def hardware(self) -> list[Hardware]:
         """The GPUs, in order, and then the CPU."""
         ...

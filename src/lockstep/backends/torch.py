@@ -58,9 +58,12 @@ class TorchBackend:
     def version(self) -> str:
         return str(torch.__version__)
 
+    def num_gpus(self) -> int:
+        return int(torch.cuda.device_count())
+
     def hardware(self) -> list[Hardware]:
         gpus = []
-        for number in range(torch.cuda.device_count()):
+        for number in range(self.num_gpus()):
             properties = torch.cuda.get_device_properties(number)
             gpus.append(
                 Hardware(

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, NoReturn
 
-from lockstep.errors import Interrupted, LockstepError
+from lockstep.errors import Interrupted, LockstepError, RankError
+from lockstep.named import user_traceback
 
 
 def plain_answers(command: Callable[..., None]) -> Callable[..., None]:
@@ -18,6 +19,12 @@ def plain_answers(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(*args, **kwargs)
         except LockstepError as error:
+            if error.is_said:
+                raise SystemExit(error.exit_status) from None
+            cause = error.__cause__ if isinstance(error, RankError) else None
+            trace = error.trace if cause is None else user_traceback(cause)
+            if trace:
+                print(trace, file=sys.stderr)
             leave(str(error), error.exit_status)
         except KeyboardInterrupt:
             leave("interrupted.", Interrupted.exit_status)

@@ -91,6 +91,7 @@ def train(
 ) -> None:
     """Train a model and record the run."""
     from lockstep.config import RunConfig
+    from lockstep.launched import says_the_result
     from lockstep.report.runlog import new_folder, to_json
     from lockstep.run import run
 
@@ -131,7 +132,8 @@ def train(
         settings |= recorded_settings(context, out)
     config = RunConfig(**settings)
     result = run(config, resume=resume)
-    typer.echo(to_json(result.summary()) if json else result.lines())
+    if says_the_result():
+        typer.echo(to_json(result.summary()) if json else result.lines())
 
 
 def recorded_settings(context: typer.Context, folder: Path) -> dict[str, Any]:

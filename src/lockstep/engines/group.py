@@ -21,7 +21,7 @@ from torch import Tensor
 from lockstep.backends.torch import place_of
 from lockstep.device import Device
 from lockstep.engines.whereabouts import Store
-from lockstep.errors import PeersLost
+from lockstep.errors import BackendError, PeersLost
 
 HEAD = 4096  # bytes of a first message: its length, and as much as fits; as a rule, that is all
 LOOPBACK = "127.0.0.1"
@@ -66,6 +66,15 @@ def interface_of(address: str) -> str:
                 if socket.inet_ntoa(answer[20:24]) == address:
                     return name
     return ""
+
+
+def check_can_fork(devices: Sequence[Device]) -> None:
+    """Refuses to start workers for GPUs from a process that has begun to use one: they could not."""
+    if devices[0].kind == "cuda" and torch.cuda.is_initialized():
+        raise BackendError(
+            "This process has used a GPU already, so processes that are started from it cannot. Use --engine "
+            "inprocess, or start the program with torchrun."
+        )
 
 
 class Group:

@@ -26,16 +26,19 @@ class Whereabouts:
     def __init__(self) -> None:
         self.phase, self.step = "start", 0
         self._over = threading.Event()
+        self._thread: threading.Thread | None = None
         self._main = threading.get_ident()
 
     def tell(self, store: Store, name: str) -> None:
         """From now on, writes them into the store under `name`, with the main thread's source line, on a thread."""
-        self._over.clear()
-        threading.Thread(target=self._tell, args=(store, name), daemon=True, name="lockstep-whereabouts").start()
+        self._thread = threading.Thread(target=self._tell, args=(store, name), daemon=True, name="lockstep-whereabouts")
+        self._thread.start()
 
     def stop(self) -> None:
-        """No more signs of life."""
+        """No more signs of life. The thread has to be over before the process ends."""
         self._over.set()
+        if self._thread is not None:
+            self._thread.join(timeout=5)
 
     def _tell(self, store: Store, name: str) -> None:
         count = 0

@@ -145,7 +145,8 @@ def notes(config: RunConfig, devices: list[Device], num_train: int) -> tuple[str
     said = []
     if config.warmup > num_steps(config, num_train):
         said.append(f"The warm-up of {config.warmup} steps is longer than the run of {num_steps(config, num_train)}.")
-    if config.precision == "bf16" and not _is_made_for_bfloat16(devices[0]):
+    can_ask = devices[0].kind == "cpu" or config.engine == "inprocess"  # a process that others are forked from cannot
+    if config.precision == "bf16" and can_ask and not _is_made_for_bfloat16(devices[0]):
         said.append("This device is not made for bfloat16: it will be slower than float32.")
     return tuple(said)
 
