@@ -16,18 +16,15 @@ from pathlib import Path
 
 from lockstep.backends import load_backend
 from lockstep.config import RunConfig
-from lockstep.epochs import train
-from lockstep.prepare import prepare
-from lockstep.report.events import Result, RunDone
+from lockstep.report.events import Result
+from lockstep.run import run
 
 RESULTS = Path(__file__).parent / "results"
 
 
 def run_once(config: RunConfig) -> Result:
     """The result of a run without any reporting."""
-    *_, last = train(config, prepare(config))
-    assert isinstance(last, RunDone)
-    return last.result
+    return run(config, quiet=True)
 
 
 def main() -> None:

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from lockstep.backends import load_backend
 from lockstep.config import RunConfig
-from lockstep.epochs import train
-from lockstep.prepare import prepare
 from lockstep.report.events import RunDone
+from lockstep.run import run
 
 RESULT = Path(__file__).parent / "results" / "matrix.json"
 
@@ -24,9 +23,9 @@ def weights(devices: int | str, exchange: str, batch_size: int) -> str:
     config = RunConfig(
         data="fashion-mnist-mini", num_epochs=2, devices=devices, exchange=exchange, batch_size=batch_size
     )
-    *_, last = train(config, prepare(config))
+    last = run(config, quiet=True)
     assert isinstance(last, RunDone)
-    return last.result.weights_sha256
+    return last.weights_sha256
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ LockstepError
 `- RunError        1  the run was started and failed
    |- RankError    1  ... on one rank, in one phase; the cause is `__cause__`
    |- OutOfMemory  1  ... because a shard does not fit into a device's memory; says which number of shards does
+   |- Late         1  ... because a thread of this process hangs
    |- PeersLost    1  ... because other ranks are gone, or did not arrive in time
    `- Interrupted 130  ... because the user ended it
 """
@@ -70,6 +71,10 @@ class PeersLost(RunError):
     """Other ranks are gone, or did not arrive in time; this one could go on."""
 
     is_late = False  # nobody is known to be gone
+
+
+class Late(RunError):
+    """A thread of this process hangs, and nobody can end it but the process."""
 
 
 class Interrupted(RunError):

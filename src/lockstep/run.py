@@ -42,5 +42,6 @@ def run(config: RunConfig, given: Given | None = None, quiet: bool = False, resu
             return train_in_processes(config, prepared, start, log, quiet)
         interrupts = undo.enter_context(Interrupts())
         start = replace(start, is_stopping=lambda: interrupts.requested)
-        with InProcess(prepared.backend, prepared.devices, config.exchange, balance_for(config.balance)) as engine:
+        balance = balance_for(config.balance)
+        with InProcess(prepared.backend, prepared.devices, config.exchange, balance, config.timeout) as engine:
             return report(Training(config, prepared, engine, start).events(), log, quiet)

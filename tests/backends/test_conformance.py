@@ -22,14 +22,12 @@ from lockstep.data import load_dataset
 from lockstep.data.order import sample_order
 from lockstep.device import Device
 from lockstep.engines import InProcess
-from lockstep.epochs import train
 from lockstep.errors import BackendError, ConfigError, LockstepError, RankError
 from lockstep.layout import Layout, layout_of, sha256_of
 from lockstep.models import MODELS, CrossEntropySum
 from lockstep.models.lenet import init_lenet
 from lockstep.models.model import Model
-from lockstep.prepare import prepare
-from lockstep.report.runlog import RunLog
+from lockstep.run import run
 from lockstep.task import Given
 
 CPU = Device("cpu:0")
@@ -254,17 +252,16 @@ def result_of(name, tiny):
     """The result of a short run: a batch of 256 and one of 4."""
     found = {}
 
-    def run(k, exchange="sharded", **more):
+    def run_once(k, exchange="sharded", **more):
         key = k, exchange, *more.items()
         if key not in found:
             config = RunConfig(
                 backend=name, data=str(tiny), num_epochs=2, devices=",".join(devices(k)), exchange=exchange, **more
             )
-            *_, done = train(config, prepare(config))
-            found[key] = done.result
+            found[key] = run(config, quiet=True)
         return found[key]
 
-    return run
+    return run_once
 
 
 @pytest.mark.parametrize("exchange", KEEPS_BITS)
@@ -300,8 +297,8 @@ def test_batches_smaller_than_the_shards_keep_the_bits_too(name, few):
     hashes = set()
     for k in (1, 3):
         config = RunConfig(backend=name, data=str(few), num_epochs=1, batch_size=7, devices=",".join(devices(k)))
-        *_, done = train(config, prepare(config))
-        hashes.add(done.result.weights_sha256)
+        done = run(config, quiet=True)
+        hashes.add(done.weights_sha256)
     assert len(hashes) == 1
 
 
@@ -513,17 +510,17 @@ def test_with_one_shard_the_weights_are_those_of_the_texts_program(name, scale, 
         batch_size=batch_size,
         learning_rate=lr,
     )
-    *_, done = train(config, prepare(config, Given(model=model)))
+    done = run(config, Given(model=model), quiet=True)
     order = sample_order(0, 0, len(data.X_train)).reshape(-1, batch_size)
-    assert done.result.steps == len(order)
+    assert done.steps == len(order)
     batches = [(data.X_train[chosen] / np.float32(255), data.y_train[chosen]) for chosen in order]
     program = importlib.import_module(f"text_programs.{name}")
     for num_devices in (1, 2):
         with warnings.catch_warnings(action="ignore"):  # the text uses functions that have been renamed since
             expected = program.train(list(start.values()), batches, num_devices, lr)
-        for (key, array), reference in zip(done.result.params.items(), expected, strict=True):
+        for (key, array), reference in zip(done.params.items(), expected, strict=True):
             np.testing.assert_allclose(array, reference, rtol=0, atol=tolerance, err_msg=key)
-    moved = max(abs(array - start[key]).max() for key, array in done.result.params.items())
+    moved = max(abs(array - start[key]).max() for key, array in done.params.items())
     assert moved > 0.005, "the weights must have moved for the comparison to mean anything"
 
 
@@ -542,17 +539,14 @@ def test_a_run_saved_in_one_framework_is_evaluated_in_another(name, lockstep, tm
             devices="cpu:0,cpu:1",
             out=tmp_path / trained,
         )
-        log = RunLog(config.out)
-        for event in train(config, prepare(config, Given(model=scaled_lenet(5)))):
-            log.write(event)
-        run = event.result
-        assert run.test_accuracy > 0.4, "the run must have learned something for the comparison to mean anything"
+        done = run(config, Given(model=scaled_lenet(5)), quiet=True)
+        assert done.test_accuracy > 0.4, "the run must have learned something for the comparison to mean anything"
         for k in (1, 3):
             again = lockstep(
                 "evaluate", config.out, "--backend", evaluated, "--devices", ",".join(devices(k)), "--json"
             ).json
-            assert again["test_accuracy"] == pytest.approx(run.test_accuracy, abs=1e-3)
-            assert again["weights_sha256"] == run.weights_sha256
+            assert again["test_accuracy"] == pytest.approx(done.test_accuracy, abs=1e-3)
+            assert again["weights_sha256"] == done.weights_sha256
             assert again["backend"] == evaluated
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, NoReturn
 
-from lockstep.errors import Interrupted, LockstepError, RankError
+from lockstep.errors import Interrupted, Late, LockstepError, RankError
 from lockstep.named import user_traceback
 
 
@@ -25,6 +25,9 @@ def plain_answers(command: Callable[..., None]) -> Callable[..., None]:
             trace = error.trace if cause is None else user_traceback(cause)
             if trace:
                 print(trace, file=sys.stderr)
+            if isinstance(error, Late):  # what hangs would keep the program, or fall with it
+                print(f"lockstep: {error}.", file=sys.stderr, flush=True)
+                os._exit(error.exit_status)
             leave(str(error), error.exit_status)
         except KeyboardInterrupt:
             leave("interrupted.", Interrupted.exit_status)

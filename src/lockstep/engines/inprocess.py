@@ -5,9 +5,10 @@ a device, on GPUs each has a stream of its own. The calling thread only hands wo
 every rank has finished it.
 """
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import ExitStack
 from typing import Any, Self
 
@@ -19,10 +20,11 @@ from lockstep.device import Device
 from lockstep.engines.engine import Batch, Exchanged, Gathered, Gradients, Replica
 from lockstep.engines.meeting import Meeting
 from lockstep.engines.rank import OwnShards, compute_own_shards, cut_into_chunks, take_part, total_of
-from lockstep.errors import LockstepError, RankError
+from lockstep.engines.threads import RankThread
+from lockstep.errors import Late, LockstepError, RankError
 from lockstep.exchange import schedule_for
 from lockstep.layout import Array
-from lockstep.named import user_source_line
+from lockstep.named import source_line_of, user_source_line
 from lockstep.split.balance import Balance
 
 
@@ -35,21 +37,23 @@ class InProcess:
         devices: list[Device],
         exchange: str = "sharded",
         balance: Balance | None = None,
+        timeout: float | None = None,
     ) -> None:
-        self.backend, self.devices, self.exchange_name = backend, devices, exchange
+        self.backend, self.devices, self.exchange_name, self.timeout = backend, devices, exchange, timeout
         self.balance = balance or Balance()
         self.num_ranks = len(devices)
         self.local_ranks = range(self.num_ranks)
         self._undo = ExitStack()
-        self._workers: list[ThreadPoolExecutor] = []
+        self._workers: list[RankThread] = []
+        self._step = 0
+        self._late: list[int] = []  # ranks whose threads hang
 
     def __enter__(self) -> Self:
         self._undo.enter_context(self.backend.session(self.devices))
         try:
             for rank in self.local_ranks:
-                worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"lockstep-rank-{rank}")
-                self._workers.append(worker)
-                self._undo.callback(worker.shutdown, wait=True, cancel_futures=True)
+                self._workers.append(RankThread(f"lockstep-rank-{rank}"))
+                self._undo.callback(self._end, rank)
             self.each("start", lambda rank, device: self.backend.start_worker(device))
         except BaseException:
             self.close()
@@ -64,6 +68,9 @@ class InProcess:
         self._undo.close()
         self._workers.clear()
 
+    def _end(self, rank: int) -> None:
+        self._workers[rank].end(waits=rank not in self._late)
+
     def each(self, phase: str, work: Callable[..., Any], *lists: Sequence[Any]) -> list[Any]:
         """`work(rank, device, ...)` for every rank at the same time, each on its own thread."""
 
@@ -75,13 +82,29 @@ class InProcess:
         futures = [
             w.submit(run, r, *entries) for r, (w, *entries) in enumerate(zip(self._workers, *lists, strict=True))
         ]
-        wait(futures)
-        errors = [(rank, error) for rank, future in enumerate(futures) if (error := future.exception()) is not None]
-        for rank, error in sorted(errors, key=lambda found: isinstance(found[1], threading.BrokenBarrierError)):
-            if isinstance(error, LockstepError):  # who only waited for the one that failed comes last
+        first, _ = wait(futures, return_when=FIRST_COMPLETED)
+        if not all(isinstance(future.exception(), threading.BrokenBarrierError) for future in first):
+            wait(futures, timeout=self.timeout)  # the others, who are waited for from now on
+        self._late = [rank for rank, future in enumerate(futures) if not future.done()]
+        errors = [(rank, e) for rank, f in enumerate(futures) if f.done() and (e := f.exception()) is not None]
+        for rank, error in errors:
+            if isinstance(error, threading.BrokenBarrierError):  # it only waited for another
+                continue
+            if isinstance(error, LockstepError):
                 raise error
             raise RankError(rank, self.devices[rank], phase, error, user_source_line(error))
+        if self._late:
+            raise Late(self._say_who_is_late(phase))
         return [future.result() for future in futures]
+
+    def _say_who_is_late(self, phase: str) -> str:
+        frames = sys._current_frames()
+        places = [source_line_of(frames.get(self._workers[rank].thread.ident or 0)) for rank in self._late]
+        who = "; ".join(
+            f"rank {rank} ({self.devices[rank]}) is in {phase} of step {self._step}, at {line or 'its end'}"
+            for rank, line in zip(self._late, places, strict=True)
+        )
+        return f"after {self.timeout:g} s that the others waited: {who}. A longer --timeout waits longer"
 
     def replicate(self, make: Callable[[Device], Any]) -> list[Any]:
         return self.each("replicate", lambda rank, device: make(device))
@@ -96,9 +119,10 @@ class InProcess:
         return [placed[rank] for rank in first]
 
     def forward_backward(self, replicas: Sequence[Replica], step: int, batch: Batch, shards: list[range]) -> Gradients:
+        self._step = step
         ranges = self.balance.ranges(len(shards), self.num_ranks)
         busy = [rank for rank in self.local_ranks if ranges[rank]]
-        meeting = Meeting(self.backend, len(busy))
+        meeting = Meeting(self.backend, len(busy), self.timeout)
 
         def work(rank: int, device: Device, replica: Replica) -> OwnShards:
             def meet(what: str, own: list[Tensor]) -> list[Tensor]:

@@ -7,7 +7,6 @@ others meet again in it.
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -20,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from lockstep.device import Device
+from lockstep.engines.children import die_with
 from lockstep.engines.group import LOOPBACK, Group, join_store, serve_store, store_under
 from lockstep.engines.whereabouts import Whereabouts, find_late
 from lockstep.errors import Interrupted, LockstepError, OutOfMemory, PeersLost, RunError
@@ -294,11 +294,3 @@ def run_worker(worker: int, port: int, timeout: float, work: Callable[[Member], 
     finally:
         member.whereabouts.stop()
     return 0
-
-
-def die_with(parent: int) -> None:
-    """Makes the system end this process when its parent ends, however that happens (Linux)."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it has ended in between
-        os._exit(1)

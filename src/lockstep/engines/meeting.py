@@ -10,9 +10,9 @@ from lockstep.errors import RunError
 class Meeting:
     """A meeting place for the ranks that have shards. A rank that fails must `cancel` it: the others would wait."""
 
-    def __init__(self, backend: Backend, num_ranks: int) -> None:
+    def __init__(self, backend: Backend, num_ranks: int, timeout: float | None = None) -> None:
         self._backend = backend
-        self._barrier = threading.Barrier(num_ranks)
+        self._barrier = threading.Barrier(num_ranks, timeout=timeout)
         self._brought: dict[tuple[int, int], tuple[str, list[Tensor]]] = {}  # (round, rank)
         self._num_rounds = [0] * num_ranks
 

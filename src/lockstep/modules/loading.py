@@ -4,10 +4,12 @@ What a worker loads is a shard. The order of samples is the run's, and random nu
 Python, numpy or PyTorch) are keyed by (seed, epoch, sample): neither the devices nor the workers change a bit.
 """
 
+import os
 import threading
 import traceback
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,13 +18,14 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 from lockstep.backends.torch import place_of
 from lockstep.data.dataset import leaves_of, map_leaves
-from lockstep.device import Device
-from lockstep.engines import Batch
+from lockstep.engines import Batch, Engine
+from lockstep.engines.children import die_with
 from lockstep.errors import DataError, RunError
 from lockstep.layout import Array
 from lockstep.modules.random import AUGMENTATION, random_numbers_of
 from lockstep.named import user_source_line
 from lockstep.samples import Split
+from lockstep.split.ranks import split_over_ranks
 
 PREFETCH = 4  # shards that a worker loads ahead
 
@@ -89,12 +92,12 @@ class Loader:
 
     in_memory = False
 
-    def __init__(self, data: Any, what: str, devices: list[Device], seed: int, num_workers: int) -> None:
-        self._what, self._devices, self._threads_before = what, devices, set(threading.enumerate())
+    def __init__(self, engine: Engine, data: Any, what: str, seed: int, num_workers: int) -> None:
+        self._engine, self._what, self._threads_before = engine, what, set(threading.enumerate())
         self.num_samples = len(data)
-        self._wanted = WantedShards()
+        self._shards, self._wanted = Shards(data, seed), WantedShards()
         self._loader = DataLoader(
-            Shards(data, seed),
+            self._shards,
             sampler=self._wanted,
             batch_size=None,  # a shard is one item
             num_workers=num_workers,
@@ -102,13 +105,17 @@ class Loader:
             persistent_workers=num_workers > 0,
             generator=torch.Generator(),  # not the process's own: it draws a seed for the workers
             pin_memory=False,
+            worker_init_fn=partial(_die_with, os.getpid()),
         )
 
     def batches(self, order: Array, batch_size: int, split: Split, epoch: int) -> Iterator[Batch]:
         numbers = order.tolist()
         parts = [numbers[first : first + batch_size] for first in range(0, len(numbers), batch_size)]
+        own = [self._own(split(len(part))) for part in parts]
         self._wanted.shards = [
-            Wanted(epoch, part[shard.start : shard.stop]) for part in parts for shard in split(len(part))
+            Wanted(epoch, part[shard.start : shard.stop])
+            for part, shards in zip(parts, own, strict=True)
+            for shard in shards
         ]
         with warnings.catch_warnings():  # of forking while there are threads: those of the ranks are idle now
             warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
@@ -117,11 +124,15 @@ class Loader:
             except RuntimeError as problem:  # a worker is dead already; the others end when nobody knows them any more
                 traceback.clear_frames(problem.__traceback__)
                 raise
-        for part in parts:
-            shards = {shard.start: self._next(loaded) for shard in split(len(part))}
+        for part, numbered in zip(parts, own, strict=True):
+            shards = {shard.start: self._next(loaded) for shard in numbered}
 
-            def fetch(rank: int, start: int, stop: int, shards: dict[int, Any] = shards) -> tuple[Any, Any]:
-                place = place_of(self._devices[rank])
+            def fetch(
+                rank: int, start: int, stop: int, part: list[int] = part, shards: dict[int, Any] = shards
+            ) -> tuple[Any, Any]:
+                place = place_of(self._engine.devices[rank])
+                if start not in shards:  # it was another process's before shards moved
+                    shards[start] = self._checked(self._shards[Wanted(epoch, part[start:stop])])
 
                 def put(tensor: torch.Tensor) -> torch.Tensor:
                     kind = torch.float32 if tensor.dtype == torch.float64 else tensor.dtype  # as arrays are taken
@@ -132,6 +143,11 @@ class Loader:
 
             yield Batch(len(part), fetch)
 
+    def _own(self, shards: list[range]) -> list[range]:
+        """The shards that ranks of this process get, as a rule."""
+        ranges = split_over_ranks(len(shards), self._engine.num_ranks)
+        return [shards[number] for rank in self._engine.local_ranks for number in ranges[rank]]
+
     def _next(self, loaded: Iterator[Any]) -> Any:
         num_threads = torch.get_num_threads()
         torch.set_num_threads(1)  # as in a worker process: it may change the last bit of a sum
@@ -141,6 +157,9 @@ class Loader:
             raise RunError(f"The {self._what} data cannot be loaded: a process that loads it has ended.") from problem
         finally:
             torch.set_num_threads(num_threads)
+        return self._checked(shard)
+
+    def _checked(self, shard: Any) -> Any:
         if isinstance(shard, Failed):
             at = f" (at {shard.where})" if shard.where else ""
             raise RunError(f"Sample {shard.sample} of the {self._what} data cannot be loaded: {shard.said}{at}")
@@ -155,6 +174,10 @@ class Loader:
         for thread in set(threading.enumerate()) - self._threads_before:
             if thread.name == "QueueFeederThread":  # of a queue to a worker; it ends by itself, soon
                 thread.join(timeout=5)
+
+
+def _die_with(parent: int, worker: int) -> None:
+    die_with(parent)
 
 
 class WantedShards(Sampler[Wanted]):

@@ -80,8 +80,8 @@ def module_task(config: RunConfig, devices: list[Device], model: Any, data: Any,
         initial=arrays_of(module),
         parameters=[name for name, _ in module.named_parameters()],
         replica=lambda device, weights, memory: ModuleReplica(recipe, device, weights, memory),
-        train_set=lambda engine: feed(engine, train, "training", config, devices),
-        test_set=None if test is None else lambda engine: feed(engine, test, "test", config, devices),
+        train_set=lambda engine: feed(engine, train, "training", config),
+        test_set=None if test is None else lambda engine: feed(engine, test, "test", config),
         num_train=num_train,
         num_test=num_test,
         data_sha256=None if in_memory is None else in_memory.sha256,
@@ -116,12 +116,13 @@ def length_of(part: Any) -> int:
     return Dataset("", *part).num_train
 
 
-def feed(engine: Engine, part: Any, what: str, config: RunConfig, devices: list[Device]) -> Feed:
+def feed(engine: Engine, part: Any, what: str, config: RunConfig) -> Feed:
     """Where the batches of a part come from."""
     if isinstance(part, tuple):
         return Samples(engine, *part)
     workers = min(4, cpu().num_cores) if config.workers is None else config.workers
-    return Loader(part, what, devices, config.seed, workers)
+    num_processes = engine.num_ranks // len(engine.local_ranks)
+    return Loader(engine, part, what, config.seed, -(-workers // num_processes))
 
 
 def metrics_of(given: Any, loss: PerSample) -> dict[str, PerSample]:
