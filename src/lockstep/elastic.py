@@ -9,14 +9,14 @@ from lockstep.checkpoint import Checkpoint, unpacked
 from lockstep.config import RunConfig
 from lockstep.engines import Engine
 from lockstep.engines.group import check_can_fork
-from lockstep.engines.launch import Generation, Member, Supervisor
+from lockstep.engines.launch import Failed, Generation, Member, Supervisor
 from lockstep.engines.processes import Processes
 from lockstep.epochs import Start, Training
 from lockstep.errors import PeersLost
 from lockstep.interrupts import Interrupts
 from lockstep.packing import pack, unpack
 from lockstep.prepare import Prepared
-from lockstep.report.events import EpochDone, Result
+from lockstep.report.events import EpochDone, Incident, Result
 from lockstep.report.runlog import RunLog
 from lockstep.reporting import report
 from lockstep.split.balance import balance_for
@@ -32,13 +32,13 @@ def train_in_processes(config: RunConfig, prepared: Prepared, start: Start, log:
         def work(member: Member) -> None:
             Worker(config, prepared, start, log, quiet, answer).work(member)
 
-        Supervisor(
-            prepared.devices,
-            work,
-            config.timeout,
-            drops_hung=config.on_hang == "drop",
-            max_restarts=config.max_restarts,
-        ).supervise()
+        drops_hung = config.on_hang == "drop"
+        try:
+            Supervisor(prepared.devices, work, config.timeout, drops_hung, config.max_restarts).supervise()
+        except Failed as problem:
+            if log is not None and not problem.is_recorded:
+                log.write(Incident("stopped", str(problem)))
+            raise
         answer.seek(0)
         return result_of(unpack(answer.read()), config, prepared)
 

@@ -17,7 +17,8 @@ class Interrupts:
 
     def __enter__(self) -> Self:
         is_main = threading.current_thread() is threading.main_thread()
-        self._before = {number: signal.signal(number, self._received) for number in self._signals if is_main}
+        heard = [number for number in self._signals if is_main and signal.getsignal(number) != signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._received) for number in heard}
         return self
 
     def __exit__(

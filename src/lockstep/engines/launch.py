@@ -45,9 +45,9 @@ class Generation:
 class Failed(RunError):
     """A worker's own error, in its words."""
 
-    def __init__(self, sentence: str, exit_status: int, trace: str) -> None:
+    def __init__(self, sentence: str, exit_status: int = 1, trace: str = "", is_recorded: bool = False) -> None:
         super().__init__(sentence)
-        self.exit_status, self.trace = exit_status, trace
+        self.exit_status, self.trace, self.is_recorded = exit_status, trace, is_recorded
 
 
 # ---------------------------------------------------------------------------------------------------- a worker's side
@@ -171,7 +171,7 @@ class Supervisor:
         who = f"rank {rank} ({self._slots[slot]})"
         error = self._error_of(worker)
         if error is not None and code != NO_MEMORY:
-            raise Failed(error["sentence"], error["exit_status"], error["trace"])
+            raise Failed(error["sentence"], error["exit_status"], error["trace"], is_recorded=rank == 0)
         if rank in self._late:
             what = f"{who} was dropped"
         elif error is not None:
@@ -185,7 +185,7 @@ class Supervisor:
             self._start(slot)
             what += "; a new worker takes its place"
         if not self._workers:
-            raise Failed(f"{what}. No worker is left: go on with --resume.", 1, "")
+            raise Failed(f"{what}. No worker is left: go on with --resume.")
         self._next_generation([what])
 
     def _error_of(self, worker: int) -> dict[str, Any] | None:
@@ -206,7 +206,7 @@ class Supervisor:
                 self._hang(said["late"], said["said"])
         if self._lost_at is not None and time.monotonic() > self._lost_at + GRACE_SECONDS and not self._late:
             if not self._restarts_left:
-                raise Failed("The workers lost each other again and again. Go on with --resume.", 1, "")
+                raise Failed("The workers lost each other again and again. Go on with --resume.")
             self._restarts_left -= 1
             self._next_generation(["the workers lost each other, and meet anew"])
 
@@ -215,12 +215,10 @@ class Supervisor:
         if not self._drops_hung:
             raise Failed(
                 f"{sentence}. Go on with --resume; a longer --timeout waits longer, --on-hang drop goes on without "
-                f"those that hang.",
-                1,
-                "",
+                f"those that hang."
             )
         if len(late) == len(self._by_rank):
-            raise Failed(f"{sentence}. Nobody is left to go on without them.", 1, "")
+            raise Failed(f"{sentence}. Nobody is left to go on without them.")
         self._late = late
         print(f"lockstep: {sentence}", file=sys.stderr, flush=True)
         for rank in late:

@@ -5,7 +5,6 @@ Python, numpy or PyTorch) are keyed by (seed, epoch, sample): neither the device
 """
 
 import os
-import threading
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -93,7 +92,7 @@ class Loader:
     in_memory = False
 
     def __init__(self, engine: Engine, data: Any, what: str, seed: int, num_workers: int) -> None:
-        self._engine, self._what, self._threads_before = engine, what, set(threading.enumerate())
+        self._engine, self._what = engine, what
         self.num_samples = len(data)
         self._shards, self._wanted = Shards(data, seed), WantedShards()
         self._loader = DataLoader(
@@ -168,12 +167,13 @@ class Loader:
     def close(self) -> None:
         """Ends the worker processes."""
         iterator = self._loader._iterator
-        if iterator is not None and hasattr(iterator, "_shutdown_workers"):
-            iterator._shutdown_workers()
         self._loader._iterator = None
-        for thread in set(threading.enumerate()) - self._threads_before:
-            if thread.name == "QueueFeederThread":  # of a queue to a worker; it ends by itself, soon
-                thread.join(timeout=5)
+        if iterator is not None and hasattr(iterator, "_shutdown_workers"):
+            feeders = [queue._thread for queue in iterator._index_queues]
+            iterator._shutdown_workers()
+            for thread in feeders:
+                if thread is not None:  # it ends by itself, soon
+                    thread.join(timeout=5)
 
 
 def _die_with(parent: int, worker: int) -> None:

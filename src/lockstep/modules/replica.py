@@ -206,7 +206,6 @@ class ModuleReplica:
 
     def measure(self, X: Any, y: Any) -> dict[str, float]:
         self.module.eval()
-        self._buffers.restore()  # what an earlier piece made of them belongs to nobody
         num_samples = len(leaves_of(y)[0])
         metrics = {"loss": self._loss, **self._recipe.metrics}
         with (
@@ -216,10 +215,12 @@ class ModuleReplica:
             self._autocast(),
         ):
             output = call(self.module, X)
-            return {
+            sums = {
                 name: float(summed(metric, f"metric {name}" if name != "loss" else name, output, y, num_samples))
                 for name, metric in metrics.items()
             }
+        self._buffers.restore()  # what these samples made of them belongs to nobody
+        return sums
 
     def arrays(self) -> dict[str, Array]:
         return arrays_of(self.module)
