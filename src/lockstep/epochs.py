@@ -90,7 +90,7 @@ class Training:
                     peaks = {str(own_devices[0]): peaks["cpu"]}  # every rank is a process
                 gathered = engine.gather([peaks for _ in own_devices])
             except RunError as problem:
-                if not isinstance(problem, (Stopped, PeersLost)):
+                if not isinstance(problem, (Stopped, PeersLost, Interrupted)):
                     yield RunStopped(progress.epoch, progress.step, str(problem), progress.history, self._weights)
                 raise
             except KeyboardInterrupt:

@@ -591,7 +591,8 @@ def test_capture_gives_the_same_function_or_a_sentence(backend):
 def test_an_engine_that_a_framework_does_not_have_is_refused_with_those_it_has(name, lockstep, tiny):
     answer = lockstep("train", "--backend", name, "--engine", "elsewhere", "--data", tiny)
     assert answer.status == 2
-    assert f"There is no engine for {name} called 'elsewhere'. There are: inprocess." in answer.err
+    engines = "inprocess, processes" if name == "torch" else "inprocess"
+    assert f"There is no engine for {name} called 'elsewhere'. There are: {engines}." in answer.err
 
 
 def test_gpus_that_are_not_there_are_refused(name, backend, lockstep, tiny):

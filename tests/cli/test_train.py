@@ -47,6 +47,7 @@ def test_the_hash_is_that_of_the_weights_on_disk(lockstep, tiny, tmp_path):
     answer = lockstep("train", "--data", tiny, "--devices", 2, "--epochs", 1, "--out", "run", "--json")
     run = tmp_path / "run"
     assert sorted(os.listdir(run)) == [
+        "checkpoints",
         "config.json",
         "curve.png",
         "metrics.jsonl",
@@ -181,7 +182,13 @@ def test_what_was_finished_before_the_loss_went_wrong_is_kept(lockstep, tiny, tm
     assert answer.status == 1
     assert "epoch 2, step 6: the loss is no longer a number" in answer.err
     assert "the weights after epoch 1 are in run. To begin anew" in answer.err
-    assert sorted(os.listdir(tmp_path / "run")) == ["config.json", "curve.png", "metrics.jsonl", "weights.safetensors"]
+    assert sorted(os.listdir(tmp_path / "run")) == [
+        "checkpoints",
+        "config.json",
+        "curve.png",
+        "metrics.jsonl",
+        "weights.safetensors",
+    ]
     assert lockstep("evaluate", "run").status == 0
 
 
@@ -251,10 +258,11 @@ def test_ctrl_c_ends_the_run_with_status_130(tmp_path):
     assert process.returncode == 130, err
     assert out == ""
     assert "lockstep: interrupted after step " in err
-    assert "the weights after epoch" in err
-    assert "Traceback" not in err
     (run,) = (tmp_path / "runs").iterdir()
-    assert {"config.json", "curve.png", "metrics.jsonl", "weights.safetensors"} == set(os.listdir(run))
+    assert f"A checkpoint is in runs/{run.name}/checkpoints/step-" in err
+    assert f"Go on with: lockstep train --resume --out runs/{run.name}" in err
+    assert "Traceback" not in err
+    assert {"checkpoints", "config.json", "curve.png", "metrics.jsonl", "weights.safetensors"} == set(os.listdir(run))
     assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["reason"] == "interrupted"
 
 

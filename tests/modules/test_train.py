@@ -395,7 +395,7 @@ def test_a_model_that_raises_on_one_rank_only_does_not_hold_up_the_others(vector
             self.norm, self.a = nn.BatchNorm1d(6), nn.Linear(6, 3)
 
         def forward(self, x):
-            if self.training and threading.current_thread().name.endswith("rank-1_0"):
+            if self.training and threading.current_thread().name.endswith("rank-1"):
                 raise ValueError("only here")
             return self.a(self.norm(x))
 

@@ -34,6 +34,7 @@ def test_a_run_leaves_its_five_files(tmp_path, make_started, make_result):
     folder, result = tmp_path / "runs" / "one", make_result()
     log = RunLog(folder)
     assert not folder.parent.exists()
+    log.claim()
     log.write(make_started())
     assert names_in(folder) == ["config.json", "metrics.jsonl"]
     log.write(StepDone(1, 1, 256))
@@ -67,7 +68,8 @@ def test_a_folder_with_something_in_it_is_refused_and_left_as_it_is(tmp_path):
     with pytest.raises(ConfigError) as refused:
         RunLog(tmp_path)
     assert str(refused.value) == (
-        f"{tmp_path} is not empty: a run is never written over. Choose another --out, or remove it."
+        f"{tmp_path} is not empty: a run is never written over. Choose another --out, or remove it; or go on "
+        "with the run in it (--resume)."
     )
     assert names_in(tmp_path) == [".hidden"]
 
@@ -132,11 +134,16 @@ def test_a_forbidden_folder_is_refused(tmp_path, mode, below, problem):
 
 def test_of_two_runs_in_one_folder_the_second_is_refused_and_writes_nothing(tmp_path, make_started):
     folder = tmp_path / "run"
-    first, second = RunLog(folder), RunLog(folder)
+    first, second, third = RunLog(folder), RunLog(folder), RunLog(folder)
+    first.claim()
     first.write(make_started())
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(ConfigError) as refused:
-        second.write(make_started(seed=1))
+        second.claim()
+    assert str(refused.value) == f"Another run is under way in {folder}. Choose another --out."
+    first.close()
+    with pytest.raises(ConfigError) as refused:
+        third.claim()
     assert str(refused.value) == f"Another run has just started in {folder}. Choose another --out."
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     first.write(EpochDone(1, 1.0, 1.0, 0.5))
@@ -150,6 +157,7 @@ def test_of_many_runs_that_start_at_the_same_moment_one_gets_the_folder(tmp_path
     def start(log):
         meeting.wait()
         try:
+            log.claim()
             log.write(make_started())
             outcomes.append("started")
         except ConfigError:
@@ -162,6 +170,19 @@ def test_of_many_runs_that_start_at_the_same_moment_one_gets_the_folder(tmp_path
         thread.join()
     assert sorted(outcomes) == ["refused"] * 7 + ["started"]
     assert [line["event"] for line in lines_in(tmp_path / "run")] == ["started"]
+
+
+def test_a_folder_that_was_made_for_nothing_is_removed(tmp_path):
+    log = RunLog(tmp_path / "run")
+    log.claim()
+    assert (tmp_path / "run").is_dir()
+    log.close()
+    log.close()  # twice does no harm
+    assert names_in(tmp_path) == []
+    mine = RunLog(tmp_path)
+    mine.claim()
+    mine.close()
+    assert tmp_path.is_dir()
 
 
 def test_a_new_folder_is_named_after_the_run_and_the_time_and_is_never_one_that_is_there(tmp_path, monkeypatch):
@@ -261,6 +282,7 @@ def test_a_failing_write_leaves_no_part_and_says_so(
 
     monkeypatch.setattr(runlog, "write_whole", fails_on_one)
     log = RunLog(folder)
+    log.claim()
     if end is not None:
         log.write(make_started())
     event = {None: make_started(), "done": RunDone(make_result()), "stopped": make_stopped(2)}[end]
@@ -276,6 +298,7 @@ def test_a_failing_write_leaves_no_part_and_says_so(
 
 def test_a_folder_that_vanishes_is_an_error_of_the_run(tmp_path, make_started):
     log = RunLog(tmp_path / "run")
+    log.claim()
     log.write(make_started())
     for path in (tmp_path / "run").iterdir():
         path.unlink()

@@ -43,6 +43,7 @@ def compare(
         seed=seed,
         backend=backend,
         exchange=exchange,
+        checkpoint_every=0,
     )
     grid = make_grid(base, devices, batch_size, lr, scale_batch)
     folder = out or new_folder("compare")

@@ -51,8 +51,8 @@ Engine = Annotated[
 Exchange = Annotated[
     str,
     typer.Option(
-        help="The all-reduce: sharded, gather or tree; ring, and native (PyTorch's own, between processes), add in an "
-        "order of their own and do not keep the bits."
+        help="The all-reduce: sharded, gather or tree. ring, and native (the framework's own, between processes), add "
+        "in an order of their own and do not keep the bits."
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, nothing else.")]

@@ -4,6 +4,7 @@ A file appears under its name only when it is whole; metrics.jsonl alone grows, 
 has no result.json, and the weights after its last finished epoch.
 """
 
+import contextlib
 import fcntl
 import json
 import math
@@ -31,11 +32,13 @@ class RunLog:
     def __init__(self, folder: Path, is_resumed: bool = False) -> None:
         self.folder, self._is_resumed = folder, is_resumed
         self._lock: int | None = None
+        self._is_new = False
         check_folder(folder, is_resumed)
 
     def claim(self) -> None:
         """Makes the folder, and makes it this run's: another that wants it is refused, also at the same moment."""
         try:
+            self._is_new = not self.folder.exists()
             self.folder.mkdir(parents=True, exist_ok=True)
             lock = os.open(self.folder, os.O_RDONLY)
         except OSError as problem:
@@ -55,8 +58,11 @@ class RunLog:
             raise ConfigError(f"Another run has just started in {self.folder}. Choose another --out.")
 
     def close(self) -> None:
-        """Leaves the folder to others."""
+        """Leaves the folder to others; one that was made for nothing is removed."""
         if self._lock is not None:
+            if self._is_new:
+                with contextlib.suppress(OSError):  # there is something in it
+                    self.folder.rmdir()
             os.close(self._lock)
             self._lock = None
 

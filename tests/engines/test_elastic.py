@@ -1,0 +1,349 @@
+"""Workers that die, hang or raise, and whole runs that are killed: done for real, with the same bits in the end.
+
+LOCKSTEP_CRASHES=20 does each of the random ones 20 times; three times is enough for every day.
+"""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+NUM_CRASHES = int(os.environ.get("LOCKSTEP_CRASHES", "3"))
+EPOCHS = 3
+LIMIT = 120.0  # seconds for anything to happen, on a machine that may be busy
+
+
+def children_of(process):
+    """The processes that it has started and that are alive."""
+    try:
+        found = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    except OSError:
+        return []
+    return [int(child) for child in found]
+
+
+def all_below(process):
+    return [below for child in children_of(process) for below in (child, *all_below(child))]
+
+
+def is_alive(process):
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(condition, what):
+    limit = time.monotonic() + LIMIT
+    while not (found := condition()):
+        assert time.monotonic() < limit, f"waited in vain for {what}"
+        time.sleep(0.01)
+    return found
+
+
+def shared_memory():
+    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+
+
+class Run:
+    """A run in a process of its own, from the command line."""
+
+    def __init__(self, folder, *arguments, environment=None):
+        self.folder = Path(folder)
+        command = [sys.executable, "-m", "lockstep", "train", "--data", "fashion-mnist-mini", "--epochs", str(EPOCHS)]
+        self.process = subprocess.Popen(
+            [*command, "--lr", "0.2", "--out", str(folder), "--json", *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, **(environment or {})},
+            cwd=self.folder.parent,
+        )
+
+    @property
+    def workers(self):
+        return children_of(self.process.pid)
+
+    def wait_for_workers(self, num):
+        return wait_until(lambda: len(self.workers) == num and self.workers, f"{num} workers")
+
+    def wait_for_step(self, step):
+        """Until a checkpoint of this step, or a later one, is there."""
+        pattern = self.folder / "checkpoints"
+
+        def found():
+            names = os.listdir(pattern) if pattern.is_dir() else []
+            return any(int(re.findall(r"\d+", name)[0]) >= step for name in names if name.startswith("step-"))
+
+        wait_until(lambda: found() or self.process.poll() is not None, f"a checkpoint of step {step}")
+
+    def kill_all(self):
+        """SIGKILL to the whole run at once."""
+        below = all_below(self.process.pid)
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.communicate()
+        return below
+
+    def end(self, status=0):
+        """The result; the run has to end with this exit status."""
+        out, err = self.process.communicate(timeout=LIMIT)
+        assert self.process.returncode == status, err
+        return json.loads(out) if status == 0 else err, err
+
+
+@contextmanager
+def nothing_left_behind():
+    """No process, listening socket or shared memory is left of the runs that are started within."""
+    runs, memory = [], shared_memory()
+    try:
+        yield runs
+    finally:
+        seen = [below for run in runs for below in all_below(run.process.pid)]
+        for run in runs:
+            if run.process.poll() is None:
+                seen += run.kill_all()
+    seen += [below for run in runs for below in getattr(run, "seen", [])]
+    wait_until(lambda: not any(map(is_alive, seen)), "all processes to be gone")
+    for run in runs:  # everything that it has started is in its session
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = stat.read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            assert int(fields[3]) != run.process.pid or fields[0] == "Z", stat
+    assert shared_memory() <= memory
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    run = Run(tmp_path_factory.mktemp("undisturbed") / "run", "--devices", 2)
+    return run.end()[0]
+
+
+@pytest.mark.parametrize("number", range(NUM_CRASHES))
+def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(tmp_path, undisturbed, number):
+    """P3: SIGKILL to all its processes, one to five times, at any moment; each time it goes on elsewhere."""
+    chance = random.Random(number)
+    engines = ["inprocess", "processes"]
+    with nothing_left_behind() as runs:
+        for _ in range(chance.randint(1, 5)):
+            where = ("--devices", chance.randint(1, 4), "--engine", chance.choice(engines))
+            run = Run(tmp_path / "run", "--resume", "--checkpoint-every", chance.randint(1, 4), *where)
+            runs.append(run)
+            time.sleep(chance.uniform(0.5, 8.0))
+            run.kill_all()
+        run = Run(
+            tmp_path / "run", "--resume", "--devices", chance.randint(1, 4), "--engine", chance.choice(engines)
+        )  # fmt: skip
+        runs.append(run)
+        result, _ = run.end()
+    assert result["weights_sha256"] == undisturbed["weights_sha256"]
+    assert [(e["epoch"], e["train_loss"], e["test_accuracy"]) for e in result["history"]] == [
+        (e["epoch"], e["train_loss"], e["test_accuracy"]) for e in undisturbed["history"]
+    ]
+    assert result["steps"] == undisturbed["steps"]
+
+
+@pytest.mark.parametrize("number", range(NUM_CRASHES))
+def test_the_others_go_on_when_a_worker_is_killed(tmp_path, undisturbed, number):
+    """Nobody has to do anything: with a new worker or without, the run goes on within seconds."""
+    chance = random.Random(100 + number)
+    max_restarts = chance.choice([0, 3])
+    with nothing_left_behind() as runs:
+        run = Run(tmp_path / "run", "--devices", 4, "--engine", "processes", "--max-restarts", max_restarts)
+        runs.append(run)
+        workers = run.wait_for_workers(4)
+        time.sleep(chance.uniform(0.0, 3.0))
+        victim = chance.choice(workers)
+        lines = tmp_path / "run" / "metrics.jsonl"
+        os.kill(victim, signal.SIGKILL)
+        killed = time.monotonic()
+        went_on = None
+        while run.process.poll() is None:
+            if went_on is None and lines.exists() and '"num_restarts": 1' in lines.read_text():
+                went_on = time.monotonic() - killed
+            time.sleep(0.02)
+        result, err = run.end()
+    assert result["weights_sha256"] == undisturbed["weights_sha256"]
+    rank = workers.index(victim)
+    if went_on is None:  # it was killed when its work was done
+        assert result["devices"] == [f"cpu:{other}" for other in range(4)]
+        return
+    assert went_on < 15
+    new = "; a new worker takes its place" if max_restarts else ""
+    assert f"rank {rank} (cpu:{rank}) was killed by SIGKILL{new}\n" in err
+    assert re.search(r"going on after step \d+ on \[", err)
+    assert len(result["devices"]) == (4 if max_restarts else 3)
+
+
+def test_a_worker_that_dies_repeats_no_step(tmp_path, undisturbed):
+    """State comes from a living replica: there is no checkpoint to go back to."""
+    with nothing_left_behind() as runs:
+        run = Run(tmp_path / "run", "--devices", 3, "--engine", "processes", "--checkpoint-every", 0)
+        runs.append(run)
+        workers = run.wait_for_workers(3)
+        lines = tmp_path / "run" / "metrics.jsonl"
+        wait_until(lambda: lines.exists() and '"event": "epoch"' in lines.read_text(), "the first epoch")
+        os.kill(workers[0], signal.SIGKILL)
+        result, err = run.end()
+    assert result["weights_sha256"] == undisturbed["weights_sha256"]
+    assert int(re.search(r"going on after step (\d+) on", err)[1]) >= 8
+    assert err.count("epoch 1/3") == 1
+
+
+def test_every_worker_may_die_as_long_as_one_is_left(tmp_path, undisturbed):
+    with nothing_left_behind() as runs:
+        run = Run(tmp_path / "run", "--devices", 4, "--engine", "processes", "--max-restarts", 0)
+        runs.append(run)
+        workers = run.wait_for_workers(4)
+        for victim in workers[:3]:
+            os.kill(victim, signal.SIGKILL)
+            wait_until(lambda victim=victim: victim not in run.workers, "the end of a worker")
+            time.sleep(0.3)
+        result, _ = run.end()
+    assert result["weights_sha256"] == undisturbed["weights_sha256"]
+    assert result["devices"] == ["cpu:3"]
+
+
+def test_when_the_last_worker_dies_the_run_ends_with_a_sentence(tmp_path):
+    with nothing_left_behind() as runs:
+        run = Run(tmp_path / "run", "--devices", 1, "--engine", "processes", "--max-restarts", 0)
+        runs.append(run)
+        (worker,) = run.wait_for_workers(1)
+        os.kill(worker, signal.SIGKILL)
+        err, _ = run.end(status=1)
+    assert err.splitlines()[-1] == (
+        "lockstep: rank 0 (cpu:0) was killed by SIGKILL. No worker is left: go on with --resume."
+    )
+
+
+def test_workers_end_when_the_supervisor_is_killed(tmp_path):
+    with nothing_left_behind() as runs:
+        run = Run(tmp_path / "run", "--devices", 2, "--engine", "processes")
+        runs.append(run)
+        run.seen = run.wait_for_workers(2)
+        os.kill(run.process.pid, signal.SIGKILL)
+        run.process.communicate(timeout=LIMIT)
+        wait_until(lambda: not any(map(is_alive, run.seen)), "the workers to end")
+
+
+MODEL = """
+import os, time
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(784, 10)
+
+    def forward(self, X):
+        time.sleep(0.1)  # HERE
+        if os.path.exists("raise"):
+            raise ValueError("my own mistake")
+        return self.out(X.flatten(1))
+"""
+
+
+@pytest.fixture
+def own_model(tmp_path):
+    (tmp_path / "mine.py").write_text(MODEL)
+    return "mine:Net"
+
+
+@pytest.mark.parametrize("answer", ["stop", "drop"])
+def test_a_rank_that_hangs_is_named_with_its_source_line(tmp_path, own_model, answer):
+    """SIGSTOP is as good as a hang: nothing that the rank itself could do would help."""
+    how = ("--model", own_model, "--engine", "processes", "--on-hang", answer)
+    with nothing_left_behind() as runs:
+        run = Run(tmp_path / "run", *how, "--devices", 3, "--timeout", 4, "--checkpoint-every", 1)
+        runs.append(run)
+        workers = run.wait_for_workers(3)
+        run.wait_for_step(2)
+        os.kill(workers[1], signal.SIGSTOP)
+        stopped = time.monotonic()
+        if answer == "stop":
+            err, _ = run.end(status=1)
+            assert time.monotonic() - stopped < 4 + 5
+        else:
+            result, err = run.end()
+            assert result["devices"] == ["cpu:0", "cpu:2"]
+            assert "rank 1 (cpu:1) was dropped\n" in err
+    (sentence,) = [line for line in err.splitlines() if line.startswith("lockstep: ")]
+    assert "after 4 s in an exchange: rank 1 (cpu:1) is in " in sentence
+    assert re.search(r" of step \d+, at \S+:\d+; it gives no sign of life", sentence)
+    if "forward and backward" in sentence:  # as a rule, but it may have been stopped anywhere
+        line = MODEL.splitlines().index("        time.sleep(0.1)  # HERE") + 1
+        assert f"at {tmp_path / 'mine.py'}:{line};" in sentence
+    assert "Traceback" not in err
+
+
+def test_a_workers_exception_shows_the_users_own_traceback_once(tmp_path, own_model):
+    with nothing_left_behind() as runs:
+        run = Run(
+            tmp_path / "run", "--model", own_model, "--engine", "processes", "--devices", 4, "--checkpoint-every", 1
+        )  # fmt: skip
+        runs.append(run)
+        run.wait_for_step(1)
+        (tmp_path / "raise").write_text("")
+        err, _ = run.end(status=1)
+    assert err.count("Traceback (most recent call last):") == 1
+    assert err.count('raise ValueError("my own mistake")') == 1
+    assert "site-packages" not in err
+    assert re.search(
+        r"^lockstep: rank \d \(cpu:\d\), during forward and backward: ValueError: my own mistake \(at .*mine\.py:13\)$",
+        err.splitlines()[-1],
+    )
+    assert err.count("lockstep: ") == 1
+    assert '"event": "stopped"' in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_of_processes_saves_a_checkpoint_and_goes_on_elsewhere(tmp_path, undisturbed, number):
+    with nothing_left_behind() as runs:
+        run = Run(tmp_path / "run", "--devices", 3, "--engine", "processes", "--checkpoint-every", 2)
+        runs.append(run)
+        run.wait_for_workers(3)
+        run.wait_for_step(2)
+        if number == signal.SIGINT:
+            os.killpg(run.process.pid, number)  # as a terminal does
+        else:
+            os.kill(run.process.pid, number)
+        err, _ = run.end(status=130)
+        assert re.search(r"^lockstep: interrupted after step \d+\. A checkpoint is in .*\.safetensors\.", err, re.M)
+        assert err.count("lockstep: ") == 1
+        assert "Traceback" not in err
+        again = Run(tmp_path / "run", "--resume", "--devices", 1)
+        runs.append(again)
+        result, err = again.end()
+    assert result["weights_sha256"] == undisturbed["weights_sha256"]
+
+
+def test_nothing_listens_on_another_address_than_loopback(tmp_path):
+    with nothing_left_behind() as runs:
+        run = Run(tmp_path / "run", "--devices", 2, "--engine", "processes", "--checkpoint-every", 1)
+        runs.append(run)
+        workers = run.wait_for_workers(2)
+        run.wait_for_step(1)
+        sockets = set()
+        for process in (run.process.pid, *workers):
+            for link in Path(f"/proc/{process}/fd").iterdir():
+                if match := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(link)):
+                    sockets.add(match[1])
+        listening = [
+            line.split()[1].partition(":")[0]
+            for table in ("tcp", "tcp6")
+            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+            if line.split()[3] == "0A" and line.split()[9] in sockets
+        ]
+        assert len(listening) >= 3, "the store's, and one of each worker's"
+        assert set(listening) == {"0100007F"}, "127.0.0.1"
+        run.end()
