@@ -96,7 +96,6 @@ class Group:
             if self._on_gpu:
                 if name := interface_of(address):
                     os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
-                torch.cuda.set_device(self.place)
                 fast = dist.ProcessGroupNCCL.Options()
                 fast._timeout = limit
                 self._nccl = dist.ProcessGroupNCCL(store_under("nccl", store), rank, self.size, fast)

@@ -16,11 +16,12 @@ import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from lockstep.device import Device
 from lockstep.engines.children import die_with
 from lockstep.engines.group import LOOPBACK, Group, join_store, serve_store, store_under
+from lockstep.engines.threads import RankThread
 from lockstep.engines.whereabouts import Whereabouts, find_late
 from lockstep.errors import Interrupted, LockstepError, OutOfMemory, PeersLost, RunError
 from lockstep.interrupts import SIGNALS, Interrupts
@@ -57,7 +58,7 @@ class Member:
     """A worker's place among the others."""
 
     def __init__(self, worker: int, port: int, timeout: float) -> None:
-        self.worker, self._timeout = worker, timeout
+        self.worker, self._port, self._timeout = worker, port, timeout
         self._store = join_store(LOOPBACK, port, STORE_SECONDS)
         self.whereabouts = Whereabouts()
         self.whereabouts.tell(join_store(LOOPBACK, port, STORE_SECONDS), str(worker))
@@ -74,13 +75,25 @@ class Member:
     def connect(self, generation: Generation) -> Group:
         """Connections to the others of the generation."""
         number, rank = generation.number, generation.workers.index(self.worker)
+
+        def meet() -> Group:
+            store = store_under(f"group/{number}", join_store(LOOPBACK, self._port, STORE_SECONDS))
+            return Group(store, rank, generation.devices, LOOPBACK, self._timeout)
+
         self._store.add(f"arrived/{number}", 1)
         while self._store.add(f"arrived/{number}", 0) < len(generation.workers):
-            if self._store.check([f"generation/{number + 1}"]):  # somebody died on the way here
-                raise PeersLost("Not all workers of this generation are there.")
-            time.sleep(POLL_SECONDS / 5)
-        store = store_under(f"group/{number}", self._store)
-        return Group(store, rank, generation.devices, LOOPBACK, self._timeout)
+            self._check_that_all_live(number)
+        meeting = RankThread(f"lockstep-connect-{number}")  # it waits for those who die on the way; we need not
+        future = meeting.submit(meet)
+        meeting.end(waits=False)
+        while not future.done():
+            self._check_that_all_live(number)
+        return cast(Group, future.result())
+
+    def _check_that_all_live(self, number: int) -> None:
+        if self._store.check([f"generation/{number + 1}"]):
+            raise PeersLost("Not all workers of this generation are alive.")
+        time.sleep(POLL_SECONDS / 5)
 
     def tell_lost(self, generation: Generation, lost: PeersLost) -> None:
         """Tells the supervisor that others were lost, and who did not arrive."""
