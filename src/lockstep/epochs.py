@@ -162,6 +162,8 @@ class Training:
 
     def _save(self) -> Events:
         """A checkpoint, once the replicas were found to agree: one that has drifted is never saved."""
+        if self._config.out is None:
+            return
         yield from compare_replicas(self._engine, self.replicas, self._task, self._config, self.progress.step)
         self._saved_now()
 
