@@ -16,9 +16,9 @@ from lockstep.config import RunConfig
 from lockstep.device import Device
 from lockstep.errors import ConfigError, RunError
 from lockstep.layout import Array
-from lockstep.packing import Damaged, pack, unpack
+from lockstep.packing import Damaged, NotPlain, pack, unpack
 from lockstep.report.events import EpochDone
-from lockstep.report.runlog import write_whole
+from lockstep.report.runlog import what_to_do, write_whole
 
 # What the bits depend on, beside the data: a run that goes on must have the same.
 IDENTITY = (
@@ -89,11 +89,28 @@ def unpacked(data: bytes) -> Checkpoint:
             }
         )
         found = Checkpoint(tree["run"], tree["made_with"], progress, tree["weights"], tree["memory"])
+        _check_forged(found)
         if found.packed() != data:
             raise ValueError("other bytes stand for the same")
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
         raise Damaged("what it holds is not a checkpoint") from problem
     return found
+
+
+def _check_forged(found: Checkpoint) -> None:
+    """Refuses what no run has saved, though its SHA-256 is right."""
+    progress = found.progress
+    if not all(isinstance(part, dict) for part in (found.run, found.made_with, found.weights)):
+        raise ValueError("a part is missing")
+    if not all(isinstance(array, np.ndarray) for array in found.weights.values()):
+        raise ValueError("weights are arrays")
+    if type(progress.step) is not int or progress.step < 0 or progress.epoch != len(progress.history) + 1:
+        raise ValueError("the steps do not fit together")
+    numbers = [progress.seconds, progress.first_loss, *progress.losses]
+    for done in progress.history:
+        numbers += [done.seconds, done.train_loss, *done.metrics.values()]
+    if not all(isinstance(number, float) for number in numbers):
+        raise ValueError("numbers are numbers")
 
 
 def identity_of(config: RunConfig, data_sha256: str | None, num_train: int) -> dict[str, Any]:
@@ -125,10 +142,10 @@ def check_same_run(found: Checkpoint, identity: dict[str, Any], config: RunConfi
             f"The run in {config.out} cannot go on as another one: {differences}. Use the same settings, or another "
             f"--out for a new run."
         )
-    if len(found.progress.history) > config.num_epochs:
+    num_begun = len(found.progress.history) + bool(found.progress.losses)
+    if num_begun > config.num_epochs:
         raise ConfigError(
-            f"The run in {config.out} has {len(found.progress.history)} epochs behind it already. Use at least as many "
-            f"(--epochs)."
+            f"The run in {config.out} has begun {num_begun} epochs already. Use at least as many (--epochs)."
         )
 
 
@@ -154,23 +171,30 @@ class Checkpoints:
             self.folder.mkdir(exist_ok=True)
             content = checkpoint.packed()
             write_whole(path, lambda temporary: temporary.write_bytes(content))
-            for old in self.paths()[self._keep :]:
+            older = self.paths()
+            older = older[older.index(path) :]  # newer ones are damaged: the run began before them
+            for old in older[self._keep :]:
                 old.unlink()
+        except NotPlain as problem:
+            raise RunError(
+                f"step {checkpoint.progress.step}: a checkpoint cannot hold all of this run: {problem}. Train without "
+                f"checkpoints (--checkpoint-every 0), or keep it elsewhere."
+            ) from problem
         except OSError as problem:
             last = self.paths()
             kept = f"The last one is {last[0]}" if last else "There is none yet"
             raise RunError(
                 f"step {checkpoint.progress.step}: the checkpoint cannot be written to {self.folder}: "
-                f"{problem.strerror}. {kept}. Free some space, then go on with --resume."
+                f"{problem.strerror}. {kept}. {what_to_do(problem)}, then go on with --resume."
             ) from problem
         return path
 
-    def newest(self, note: Callable[[str], None]) -> Checkpoint | None:
+    def newest(self, note: Callable[[str], None]) -> tuple[Path, Checkpoint] | None:
         """The newest that is whole; None where there are none. Those that are damaged are named."""
         paths = self.paths()
         for number, path in enumerate(paths):
             try:
-                return unpacked(path.read_bytes())
+                return path, unpacked(path.read_bytes())
             except (OSError, Damaged) as problem:
                 why = problem.strerror if isinstance(problem, OSError) else str(problem)
                 if number + 1 == len(paths):

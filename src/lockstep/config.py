@@ -17,6 +17,7 @@ MAX_SEED = 2**32 - 1
 MAX_WORKERS = 256
 LEARNING_RATES = {"sgd": 0.2, "adam": 0.001, "adamw": 0.001}  # where none is given: the text's, and Adam's own
 MAX_TIMEOUT = 7 * 24 * 3600.0
+OPTIONAL = ("learning_rate", "clip_norm")
 ON_HANG = {
     "stop": "the run ends, and says who did not arrive",
     "drop": "the run goes on without those who did not arrive",
@@ -114,10 +115,12 @@ class RunConfig:
         for name in ("learning_rate", "momentum", "weight_decay", "clip_norm", "timeout"):
             value, words = getattr(self, name), name.replace("_", " ")
             try:
-                object.__setattr__(self, name, None if value is None else float(value))
+                object.__setattr__(self, name, None if value is None and name in OPTIONAL else float(value))
             except (TypeError, ValueError, OverflowError):
                 raise ConfigError(f"The {words} is {value!r}. It must be a number.") from None
         object.__setattr__(self, "data", str(self.data))
+        if "\0" in self.data:
+            raise ConfigError(f"data is {self.data!r}. It must be a name, or the path of a .npz file.")
         if self.data.endswith(".npz"):  # a run's record must mean the same file from any folder
             object.__setattr__(self, "data", str(Path(self.data).resolve()))
         if self.data_dir is not None:

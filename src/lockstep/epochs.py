@@ -1,6 +1,7 @@
 """The epochs: from what a run was prepared with to its result, as a sequence of events."""
 
 import math
+import shlex
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
@@ -86,8 +87,10 @@ class Training:
                 while progress.epoch <= self._config.num_epochs:
                     yield from self._epoch(train_set, test_set)
                 peaks = peak_memory(engine.backend, own_devices)
-                if len(own_devices) < engine.num_ranks and "cpu" in peaks:
-                    peaks = {str(own_devices[0]): peaks["cpu"]}  # every rank is a process
+                if len(own_devices) < engine.num_ranks and "cpu" in peaks:  # every rank is a process
+                    is_one = len(set(engine.devices)) == engine.num_ranks  # else there are several machines
+                    name = str(own_devices[0]) if is_one else f"rank {engine.local_ranks[0]}"
+                    peaks = {name: peaks["cpu"]}
                 gathered = engine.gather([peaks for _ in own_devices])
             except RunError as problem:
                 if not isinstance(problem, (Stopped, PeersLost, Interrupted)):
@@ -186,7 +189,11 @@ class Training:
     def _interruption(self, saved: str) -> Interrupted:
         progress, out = self.progress, self._config.out
         last = saved or next(map(str, self._start.checkpoints.paths() if self._start.checkpoints else []), "")
-        how = f" A checkpoint is in {last}. Go on with: lockstep train --resume --out {out}" if last else ""
+        how = (
+            f" A checkpoint is in {last}. Go on with: lockstep train --resume --out {shlex.quote(str(out))}"
+            if last
+            else ""
+        )
         return Interrupted(f"interrupted after step {progress.step}.{how or _kept(self._config, progress.history)}")
 
     def _stop(self, what: str) -> Events:

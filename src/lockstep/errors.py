@@ -19,7 +19,7 @@ class LockstepError(Exception):
 
     exit_status = 1
     trace = ""  # the user's own traceback, where it was another process's
-    is_said = False  # another process has said it already
+    is_said: bool | None = None  # another process has said it already; None: not known
 
 
 class ConfigError(LockstepError):

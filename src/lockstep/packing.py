@@ -14,6 +14,10 @@ from lockstep.layout import Array
 
 KEY = "lockstep"  # of the JSON in the header; the only one, so that equal trees give equal bytes
 
+KINDS = {
+    np.dtype(kind) for kind in ["?", "u1", "i1", "<u2", "<i2", "<u4", "<i4", "<u8", "<i8", "<f2", "<f4", "<f8", "<c8"]
+}
+
 
 class NotPlain(TypeError):
     """A tree holds something that is neither a plain value nor an array."""
@@ -35,8 +39,8 @@ def pack(tree: Any) -> bytes:
     return bytes(save(arrays, {KEY: json.dumps(header, separators=(",", ":"))}))
 
 
-def unpack(data: bytes) -> Any:
-    """The tree that was packed; anything but the very bytes that `pack` gave for it is an error.
+def unpack(data: bytes, is_strict: bool = True) -> Any:
+    """The tree that was packed; if it `is_strict`, anything but the very bytes that `pack` gave for it is an error.
 
     >>> unpack(b"anything else")
     Traceback (most recent call last):
@@ -52,6 +56,8 @@ def unpack(data: bytes) -> Any:
         if inner["sha256"] != _sha256(inner["tree"], arrays):
             raise Damaged("its SHA-256 is not that of what it holds")
         tree = _tree(json.loads(inner["tree"]), arrays)
+        if is_strict and pack(tree) != data:  # other spaces in the header, say
+            raise ValueError("other bytes stand for the same")
     except Damaged:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
@@ -75,8 +81,12 @@ def _plain(value: Any, path: str, arrays: dict[str, Array]) -> Any:
         case None | bool() | int() | float() | str():
             return value
         case np.ndarray():
+            if value.dtype.newbyteorder("<") not in KINDS:
+                raise NotPlain(f"{path or 'it'} is an array of {value.dtype}")
             name = path or "array"
-            arrays[name] = value if value.flags.c_contiguous else value.copy(order="C")
+            while name in arrays or name == "__metadata__":  # {"a/b": ..., "a": {"b": ...}}
+                name += "'"
+            arrays[name] = np.ascontiguousarray(value, value.dtype.newbyteorder("<")).reshape(value.shape)
             return {"$array": name}
         case list():
             return [_plain(entry, f"{path}/{number}", arrays) for number, entry in enumerate(value)]

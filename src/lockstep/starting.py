@@ -14,11 +14,12 @@ def find_start(config: RunConfig, prepared: Prepared, resume: bool) -> Start:
     if not resume:
         return Start(checkpoints=checkpoints)
     task, notes = prepared.task, list[str]()
-    found = checkpoints.newest(notes.append)
-    if found is None:
+    newest = checkpoints.newest(notes.append)
+    if newest is None:
         return Start(notes=[f"There is no checkpoint in {config.out}: beginning at step 1."], checkpoints=checkpoints)
+    path, found = newest
     check_same_run(found, identity_of(config, task.data_sha256, task.num_train), config)
-    checked_weights(task.initial, found.weights, checkpoints.paths()[0], config.model)
+    checked_weights(task.initial, found.weights, path, config.model)
     now = made_with(prepared.backend.version(), prepared.devices)
     for name, value in now.items():
         if found.made_with.get(name) != value:

@@ -4,20 +4,22 @@ When one of them fails, all of them end. With `torchrun --max-restarts`, all are
 its last checkpoint, with as many processes as there are then.
 """
 
+import time
 from dataclasses import replace
 
 from lockstep.backends import devices_for, load_backend
+from lockstep.checkpoint import identity_of
 from lockstep.config import RunConfig
 from lockstep.device import Device
 from lockstep.elastic import agree
 from lockstep.engines.group import Group, address_towards, join_store, store_under
 from lockstep.engines.processes import Processes
-from lockstep.engines.whereabouts import Store, Whereabouts, find_late
+from lockstep.engines.whereabouts import Store, Whereabouts, ask, find_late
 from lockstep.epochs import Start, Training
 from lockstep.errors import ConfigError, Interrupted, LockstepError, PeersLost, RunError
 from lockstep.interrupts import Interrupts
 from lockstep.launched import Place
-from lockstep.prepare import prepare
+from lockstep.prepare import Prepared, prepare
 from lockstep.report.console import fetch_progress
 from lockstep.report.events import Result
 from lockstep.report.runlog import RunLog
@@ -25,6 +27,8 @@ from lockstep.reporting import report
 from lockstep.split.balance import balance_for
 from lockstep.starting import find_start
 from lockstep.task import Given
+
+STORE_SECONDS = 3.0  # for the store to answer when others are lost: the way to it may be cut
 
 
 def store_of(place: Place, timeout: float) -> Store:
@@ -35,10 +39,11 @@ def store_of(place: Place, timeout: float) -> Store:
 def train_under_torchrun(config: RunConfig, place: Place, given: Given | None, quiet: bool, resume: bool) -> Result:
     """This process's part of the run; every rank gets the result."""
     store, whereabouts = store_of(place, config.timeout), Whereabouts()
-    devices = devices_of_all(config, place, store)
-    whereabouts.tell(store_of(place, config.timeout), str(place.rank))
+    devices: list[Device] = []
     with Interrupts() as interrupts:
         try:
+            devices = devices_of_all(config, place, store)
+            whereabouts.tell(store_of(place, config.timeout), str(place.rank))
             return _take_part(config, place, devices, store, whereabouts, given, quiet, resume, interrupts)
         except LockstepError as problem:
             said: LockstepError = problem
@@ -46,7 +51,7 @@ def train_under_torchrun(config: RunConfig, place: Place, given: Given | None, q
                 said = Interrupted("interrupted.")
             elif isinstance(problem, PeersLost):
                 said = _who_is_lost(problem, store, devices, place)
-            said.is_said = _is_said(store)
+            said.is_said = False if said.is_said is False else is_said(store)
             raise said from problem.__cause__
         finally:
             whereabouts.stop()
@@ -72,9 +77,11 @@ def _take_part(
         if log is not None:
             log.claim()
             start = find_start(config, prepared, resume)
+        meet(store, place, config.timeout, interrupts)
         group = Group(store, place.rank, devices, address_towards(place.host), config.timeout)
         balance = balance_for(config.balance)
         with Processes(prepared.backend, devices, group, config.exchange, balance, whereabouts) as engine:
+            check_same_settings(engine, config, prepared)
             start = replace(
                 start,
                 checkpoint=agree(engine, start.checkpoint),
@@ -105,7 +112,10 @@ def devices_of_all(config: RunConfig, place: Place, store: Store) -> list[Device
         names = [str(place.local_size)]
     own = devices_for(load_backend(config.backend), ",".join(names))[place.local_rank]
     store.set(f"device/{place.rank}", str(own))
-    devices = [Device(store.get(f"device/{rank}").decode()) for rank in range(place.size)]
+    try:
+        devices = [Device(store.get(f"device/{rank}").decode()) for rank in range(place.size)]
+    except RuntimeError as problem:
+        raise PeersLost(f"Not all of the {place.size} ranks have come within {config.timeout:g} s.") from problem
     if len({device.kind for device in devices}) > 1:
         raise ConfigError(
             f"The machines have devices of two kinds, {', '.join(devices)}: their kernels round differently. Name "
@@ -114,18 +124,53 @@ def devices_of_all(config: RunConfig, place: Place, store: Store) -> list[Device
     return devices
 
 
+def meet(store: Store, place: Place, timeout: float, interrupts: Interrupts) -> None:
+    """Waits until all ranks are ready to connect: one that fails before would be waited for until the deadline."""
+    deadline = time.monotonic() + timeout
+    store.add("ready", 1)
+    while store.add("ready", 0) < place.size:
+        if interrupts.requested or store.add("failed", 0):
+            raise PeersLost("Another rank has failed.")
+        if time.monotonic() > deadline:
+            lost = PeersLost("Not all ranks have come.")
+            lost.is_late = True
+            raise lost
+        time.sleep(0.02)
+
+
+def check_same_settings(engine: Processes, config: RunConfig, prepared: Prepared) -> None:
+    """Refuses ranks that were started with other settings or data than rank 0."""
+    task, names = prepared.task, ("num_epochs", "exchange", "balance", "checkpoint_every", "check_every", "heal")
+    own = identity_of(config, task.data_sha256, task.num_train) | {name: getattr(config, name) for name in names}
+    for rank, other in enumerate(all_of_them := engine.gather([own])):
+        differing = [name for name in own if other[name] != all_of_them[0][name]]
+        if differing:
+            raise ConfigError(
+                f"Rank {rank} was started with another {', '.join(differing).replace('_', ' ')} than rank 0. Give all "
+                f"machines the same settings and the same data."
+            )
+
+
 def _who_is_lost(lost: PeersLost, store: Store, devices: list[Device], place: Place) -> RunError:
+    if not devices:
+        return RunError(f"rank {place.rank}: {str(lost).rstrip('.')}. Go on with --resume.")
+    is_cut = False
     try:
-        _, said = find_late(store, [str(rank) for rank in range(place.size)], list(devices), place.rank)
+        names = [str(rank) for rank in range(place.size)]
+        _, said = ask(lambda: find_late(store, names, list(devices), place.rank), STORE_SECONDS)
     except RuntimeError:
+        is_cut = True
         said = "the meeting point of all processes cannot be reached, so other machines, or the way to them, are gone"
     what = "in an exchange, others did not arrive" if lost.is_late else "in an exchange, others were lost"
-    return RunError(f"rank {place.rank} ({devices[place.rank]}), {what}: {said or lost}. Go on with --resume.")
+    error = RunError(f"rank {place.rank} ({devices[place.rank]}), {what}: {said or lost}. Go on with --resume.")
+    if is_cut:
+        error.is_said = False  # nobody can be asked
+    return error
 
 
-def _is_said(store: Store) -> bool:
-    """Whether another rank has said already what went wrong."""
+def is_said(store: Store) -> bool:
+    """Whether another rank has said already what went wrong; this one has from now on."""
     try:
-        return store.add("failed", 1) > 1
+        return ask(lambda: store.add("failed", 1), STORE_SECONDS) > 1
     except RuntimeError:
         return False

@@ -200,6 +200,24 @@ def test_a_worker_that_dies_repeats_no_step(tmp_path, undisturbed):
     assert err.count("epoch 1/3") == 1
 
 
+def test_a_step_that_came_to_nothing_leaves_no_trace_in_buffers(tmp_path):
+    """Running statistics are those of whole steps, though the others had begun the next when one died."""
+    model = ("--model", "lenet-bn", "--optimizer", "adam", "--lr", "0.001")
+    with nothing_left_behind() as runs:
+        runs.append(Run(tmp_path / "alone", *model, "--devices", 1))
+        alone, _ = runs[0].end()
+        run = Run(tmp_path / "run", *model, "--devices", 3, "--engine", "processes", "--checkpoint-every", 1)
+        runs.append(run)
+        run.wait_for_workers(3)
+        for step in (2, 7, 12):
+            run.wait_for_step(step)
+            os.kill(run.workers[step % 3], signal.SIGKILL)
+        result, err = run.end()
+    assert err.count("was killed by SIGKILL; a new worker takes its place") == 3
+    assert result["weights_sha256"] == alone["weights_sha256"]
+    assert result["buffers_sha256"] == alone["buffers_sha256"]
+
+
 def test_every_worker_may_die_as_long_as_one_is_left(tmp_path, undisturbed):
     with nothing_left_behind() as runs:
         run = Run(tmp_path / "run", "--devices", 4, "--engine", "processes", "--max-restarts", 0)

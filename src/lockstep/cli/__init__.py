@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from lockstep.cli.answers import leave
+from lockstep.cli.answers import is_said_elsewhere, leave
 from lockstep.cli.compare import compare
 from lockstep.cli.data import data
 from lockstep.cli.devices import devices
@@ -43,6 +43,8 @@ def main(arguments: list[str] | None = None) -> None:
     except Exception as error:
         if not hasattr(error, "format_message"):  # not a usage error of the command-line library
             raise
+        if is_said_elsewhere():
+            raise SystemExit(2) from None
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "lockstep"
         leave(f"{error.format_message().rstrip('.')}.{_given(error, arguments)} See {command} --help.", status=2)

@@ -8,6 +8,7 @@ from functools import wraps
 from typing import Any, NoReturn
 
 from lockstep.errors import Interrupted, Late, LockstepError, RankError
+from lockstep.launched import place_of_this_process
 from lockstep.named import user_traceback
 
 
@@ -19,7 +20,7 @@ def plain_answers(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(*args, **kwargs)
         except LockstepError as error:
-            if error.is_said:
+            if is_said_elsewhere() if error.is_said is None else error.is_said:
                 raise SystemExit(error.exit_status) from None
             cause = error.__cause__ if isinstance(error, RankError) else None
             trace = error.trace if cause is None else user_traceback(cause)
@@ -39,6 +40,19 @@ def plain_answers(command: Callable[..., None]) -> Callable[..., None]:
             leave(f"the answer cannot be written: {problem.strerror}.", LockstepError.exit_status)
 
     return answering
+
+
+def is_said_elsewhere() -> bool:
+    """Whether another process of the same torchrun has said already what is wrong: all of them find the same."""
+    place = place_of_this_process()
+    if place is None or place.size == 1:
+        return False
+    from lockstep.torchrun import is_said, store_of  # loads its framework
+
+    try:
+        return is_said(store_of(place, 10.0))
+    except LockstepError:
+        return False
 
 
 def _give_up_standard_output() -> None:

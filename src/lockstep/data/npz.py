@@ -35,4 +35,6 @@ def read_npz(path: Path, name: str) -> Dataset:
 def _array(archive: zipfile.ZipFile, name: str) -> Array:
     with archive.open(f"{name}.npy") as member:
         array: Array = np.lib.format.read_array(member, allow_pickle=False)
+        if member.read(1):  # its checksum is compared at its end only
+            raise DataError(f"{archive.filename}: {name} goes on after its last number. The file is damaged.")
         return array

@@ -82,9 +82,13 @@ class InProcess:
         futures = [
             w.submit(run, r, *entries) for r, (w, *entries) in enumerate(zip(self._workers, *lists, strict=True))
         ]
-        first, _ = wait(futures, return_when=FIRST_COMPLETED)
-        if not all(isinstance(future.exception(), threading.BrokenBarrierError) for future in first):
-            wait(futures, timeout=self.timeout)  # the others, who are waited for from now on
+        try:
+            first, _ = wait(futures, return_when=FIRST_COMPLETED)
+            if not all(isinstance(future.exception(), threading.BrokenBarrierError) for future in first):
+                wait(futures, timeout=self.timeout)  # the others, who are waited for from now on
+        except KeyboardInterrupt:  # at once: nobody waits for the threads
+            self._late = [rank for rank, future in enumerate(futures) if not future.done()]
+            raise
         self._late = [rank for rank, future in enumerate(futures) if not future.done()]
         errors = [(rank, e) for rank, f in enumerate(futures) if f.done() and (e := f.exception()) is not None]
         for rank, error in errors:

@@ -90,7 +90,7 @@ class Processes:
             if is_cancelled:
                 raise PeersLost("It cannot be tried without the other ranks.")
             brought = pack({"what": what, "tensors": [tensor_to_plain(tensor) for tensor in own]})
-            met = [unpack(other) for other in self._group.gather(brought, busy)]
+            met = [unpack(other, is_strict=False) for other in self._group.gather(brought, busy)]
             for other in met:
                 if other["what"] != what:
                     raise RunError(
@@ -123,7 +123,7 @@ class Processes:
             "seconds": gradients.seconds[0],
             "size": max((len(vector) for vector in nodes.values()), default=0),
         }
-        heard = [unpack(other) for other in self._group.gather(pack(said))]
+        heard = [unpack(other, is_strict=False) for other in self._group.gather(pack(said))]
         self.balance.measured(gradients.ranges, [other["seconds"] for other in heard])
         size = max(other["size"] for other in heard)
         total = self._total(nodes, gradients.ranges, size)
@@ -167,7 +167,8 @@ class Processes:
 
     def gather(self, values: list[Any]) -> list[Any]:
         (found,) = self.each(
-            "exchange", lambda rank, device: [unpack(other) for other in self._group.gather(pack(values[0]))]
+            "exchange",
+            lambda rank, device: [unpack(other, is_strict=False) for other in self._group.gather(pack(values[0]))],
         )
         return list(found)
 

@@ -1,13 +1,16 @@
 """Where a rank is, told to the others once in a while: when it does not arrive, they can say where it was last seen."""
 
 import json
+import queue
 import sys
 import threading
 import time
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 from lockstep.named import source_line_of
 
+T = TypeVar("T")
 SECONDS = 0.5  # between two signs of life
 
 
@@ -50,6 +53,26 @@ class Whereabouts:
                 store.set(f"whereabouts/{name}", json.dumps(said))
             except RuntimeError:  # the store is gone, and so is the run
                 return
+
+
+def ask(question: Callable[[], T], seconds: float) -> T:
+    """What a store answers, in time: on its own it waits for ever where the way to it is cut without a word."""
+    answers: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+
+    def answer() -> None:
+        try:
+            answers.put((question(), None))
+        except BaseException as problem:
+            answers.put((None, problem))
+
+    threading.Thread(target=answer, daemon=True, name="lockstep-ask").start()
+    try:
+        found, problem = answers.get(timeout=seconds)
+    except queue.Empty:
+        raise RuntimeError(f"no answer within {seconds:g} s") from None
+    if problem is not None:
+        raise problem
+    return found  # type: ignore[return-value]
 
 
 def look(store: Store, names: list[str]) -> list[dict[str, Any] | None]:

@@ -44,6 +44,11 @@ class Buffers:
         for other in self._others.values():
             other.restore()
 
+    def rewind(self) -> None:
+        """Makes all of them what they were before the step that is under way."""
+        self._statistics.rewind()
+        self.restore()
+
     def row(self) -> Row:
         """What the shard that has just been computed made of them."""
         for name, owner, short in self._unset:

@@ -88,6 +88,7 @@ class ModuleReplica:
         self._modes = modes_of(recipe.module)
         self._step = 0  # that the buffers are prepared for
         self._first_step: int | None = None  # of this replica: a run may go on with a new one
+        self._is_under_way = False  # a step that has begun and is not done: shards have left their buffers behind
         self._sync = None
         if recipe.is_sync:
             stream = torch.cuda.current_stream() if self._place.type == "cuda" else None
@@ -124,6 +125,7 @@ class ModuleReplica:
         if self._step != step:
             self._step = step
             self._first_step = self._first_step or step
+            self._is_under_way = True
             self._buffers.restore()
             self._buffers.start_step()
 
@@ -203,6 +205,7 @@ class ModuleReplica:
         if self._scheduler is not None:
             self._scheduler.step()
         self._buffers.merge(batch.rows, batch.shard_sizes)
+        self._is_under_way = False
 
     def measure(self, X: Any, y: Any) -> dict[str, float]:
         self.module.eval()
@@ -223,6 +226,7 @@ class ModuleReplica:
         return sums
 
     def arrays(self) -> dict[str, Array]:
+        self._settle()
         return arrays_of(self.module)
 
     def fingerprints(self) -> list[str]:
@@ -233,6 +237,7 @@ class ModuleReplica:
         return [str(entry) for entry in sums.tolist()]
 
     def memory(self) -> Any:
+        self._settle()
         kept = set(names_of(self.module))
         others = {name: to_numpy(buffer) for name, buffer in self.module.named_buffers() if name not in kept}
         return {
@@ -240,6 +245,11 @@ class ModuleReplica:
             "optimizer": memory_of_optimizer(self._optimizer),
             "scheduler": memory_of_scheduler(self._scheduler),
         }
+
+    def _settle(self) -> None:
+        """Undoes what shards did to the buffers in a step that came to nothing."""
+        if self._is_under_way:
+            self._buffers.rewind()
 
     def _clear(self) -> None:
         for param in self._params:  # the optimizer may not have all of them

@@ -86,6 +86,12 @@ class Statistics:
             self._values.copy_(self._zeroed)
             self._counts.copy_(self._start_counts)
 
+    def rewind(self) -> None:
+        """What they were before the step that is under way."""
+        if self.norms:
+            self._values.copy_(self._start)
+            self._counts.copy_(self._start_counts)
+
     def row(self) -> Tensor:
         """What a shard left, and how often each layer was called: one vector."""
         return torch.cat([self._values.double(), self._counts.double() - self._start_counts])

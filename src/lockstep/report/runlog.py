@@ -5,6 +5,7 @@ has no result.json, and the weights after its last finished epoch.
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import math
@@ -71,9 +72,12 @@ class RunLog:
         try:
             match event:
                 case RunStarted():
-                    if not (self.folder / "config.json").exists():
-                        config = {**event.config, "data_sha256": event.data_sha256}
-                        self._text("config.json", to_json(config, indent=2))
+                    config = {**event.config, "data_sha256": event.data_sha256}
+                    if (self.folder / "config.json").exists():  # a run that goes on may have become longer
+                        config = {**read_settings(self.folder), "num_epochs": event.config["num_epochs"]}
+                        for left in (*self.folder.glob(".part-*"), *self.folder.glob("checkpoints/.part-*")):
+                            left.unlink(missing_ok=True)  # half of a file, of a run that was killed
+                    self._text("config.json", to_json(config, indent=2))
                     is_new = event.step == 0 and event.num_restarts == 0
                     self._line("started" if is_new else "resumed", asdict(event))
                 case StepDone():
@@ -92,7 +96,8 @@ class RunLog:
                     self._line("stopped", {"epoch": event.epoch, "step": event.step, "reason": event.reason})
         except OSError as problem:
             raise RunError(
-                f"{self.folder} cannot be written to: {problem.strerror}. Free some space, or choose another --out."
+                f"{self.folder} cannot be written to: {problem.strerror}. {what_to_do(problem)}, or choose another "
+                f"--out."
             ) from problem
 
     def _keep(self, history: list[EpochDone], weights: dict[str, Array]) -> None:
@@ -193,6 +198,11 @@ def _plain(value: Any) -> Any:
             return value
 
 
+def what_to_do(problem: OSError) -> str:
+    """What helps against an error of writing."""
+    return "Free some space" if problem.errno in (errno.ENOSPC, errno.EDQUOT) else "Make it writable"
+
+
 def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
     """Makes the file at `path` by `write(temporary path)`: it is there whole, or not at all."""
     temporary = path.with_name(f".part-{path.name}")
@@ -201,6 +211,11 @@ def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # or the name may be lost with the power
+        finally:
+            os.close(folder)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
