@@ -1,5 +1,6 @@
 """A run on the terminal: plain lines in a log, a bar on a terminal."""
 
+import dataclasses
 import io
 import sys
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from rich.console import Console as RichConsole
 
 from lockstep.report import console as console_module
 from lockstep.report.console import Console, FetchProgress, fetch_progress
-from lockstep.report.events import EpochDone, RunDone, StepDone
+from lockstep.report.events import EpochDone, Incident, RunDone, StepDone
 
 ERASE_LINE, HIDE_CURSOR, SHOW_CURSOR = "\x1b[2K", "\x1b[?25l", "\x1b[?25h"
 
@@ -250,3 +251,24 @@ def test_a_download_of_unknown_size_is_shown_too():
     (task,) = progress.bar.tasks
     assert (task.completed, task.total) == (1000, None)
     assert stream.getvalue() == "fetching Debian's package\n"
+
+
+def test_a_run_that_goes_on_says_only_what_happened(make_started):
+    said = ["rank 2 (cpu:2) was killed by SIGKILL", "going on after step 5 on [cpu:0, cpu:1]"]
+    started = dataclasses.replace(make_started(), step=5, num_restarts=1, notes=said)
+    assert shown(make_started(), started).removeprefix(shown(make_started())).splitlines() == said
+    assert shown(started).splitlines() == said, "in another process: the first one has said the rest"
+    nothing_yet = shown(dataclasses.replace(started, step=0))
+    assert "lenet (63,070 parameters)" in nothing_yet
+    assert all(line in nothing_yet for line in said)
+
+
+def test_the_bar_of_a_process_that_is_gone_is_wiped_away(make_started):
+    terminal = Terminal()
+    with Console(terminal) as console:
+        console.show(dataclasses.replace(make_started(), step=5, num_restarts=1, notes=["gone"]))
+    assert terminal.getvalue().startswith(f"\r{ERASE_LINE}gone")
+
+
+def test_an_incident_is_a_line(make_started):
+    assert shown_after(make_started(), Incident("healed", "restored from rank 0")) == ["restored from rank 0"]

@@ -74,6 +74,8 @@ class Console:
 
     def _run_started(self, event: RunStarted) -> None:
         self._started = event
+        if event.num_restarts and self._out.is_terminal and not self._progress.task_ids:
+            self._out.file.write("\r\x1b[2K")  # the bar of a process that is gone
         if event.num_restarts and event.step:
             for note in event.notes:
                 self.note(note)
