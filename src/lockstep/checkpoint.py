@@ -5,6 +5,7 @@ SHA-256 of all of it. A run goes on from it on any number of devices, with any e
 """
 
 import re
+import shlex
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from lockstep.config import RunConfig
 from lockstep.device import Device
 from lockstep.errors import ConfigError, RunError
 from lockstep.layout import Array
+from lockstep.named import is_place
 from lockstep.packing import Damaged, NotPlain, pack, unpack
 from lockstep.report.events import EpochDone
 from lockstep.report.runlog import what_to_do, write_whole
@@ -127,26 +129,40 @@ def made_with(backend_version: str, devices: list[Device]) -> dict[str, str]:
     return {"backend_version": backend_version, "kind of device": devices[0].kind}
 
 
-def check_same_run(found: Checkpoint, identity: dict[str, Any], config: RunConfig) -> None:
+def check_same_run(run: dict[str, Any], identity: dict[str, Any], config: RunConfig) -> None:
     """Refuses to go on with another run than was begun, and says what differs."""
-    names = [name for name in {**identity, **found.run} if identity.get(name) != found.run.get(name)]
+    names = [name for name in {**identity, **run} if identity.get(name) != run.get(name)]
     if "data_sha256" in names and "data" in names:
         names.remove("data_sha256")
     if names:
         words = {"num_shards": "shards", "data_sha256": "SHA-256 of the data", "num_train": "training samples"}
         differences = "; ".join(
-            f"{words.get(name, name.replace('_', ' '))}: {found.run.get(name)!r} there, {identity.get(name)!r} now"
+            f"{words.get(name, name.replace('_', ' '))}: {run.get(name)!r} there, {identity.get(name)!r} now"
             for name in names
         )
         raise ConfigError(
             f"The run in {config.out} cannot go on as another one: {differences}. Use the same settings, or another "
             f"--out for a new run."
         )
-    num_begun = len(found.progress.history) + bool(found.progress.losses)
+
+
+def check_length(progress: Progress, config: RunConfig) -> None:
+    """Refuses to end a run before the epoch that it is in."""
+    num_begun = len(progress.history) + bool(progress.losses)
     if num_begun > config.num_epochs:
         raise ConfigError(
             f"The run in {config.out} has begun {num_begun} epochs already. Use at least as many (--epochs)."
         )
+
+
+def how_to_go_on(config: RunConfig) -> str:
+    """The command that goes on with the run, as a sentence; nothing where there is no checkpoint."""
+    if config.out is None or not Checkpoints(config.out, config.keep_checkpoints).paths():
+        return ""
+    own = [(name, getattr(config, name)) for name in ("model", "data", "loss", "optimizer")]
+    given = "".join(f" --{name} {shlex.quote(value)}" for name, value in own if is_place(value))
+    command = f"lockstep train --resume --out {shlex.quote(str(config.out))}{given}"
+    return f" Go on with: {command} (in a program: resume=True)."
 
 
 class Checkpoints:
@@ -154,6 +170,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder, self._keep = folder / "checkpoints", keep
+        self._damaged: list[Path] = []
 
     def paths(self) -> list[Path]:
         """The files, the newest first."""
@@ -171,9 +188,11 @@ class Checkpoints:
             self.folder.mkdir(exist_ok=True)
             content = checkpoint.packed()
             write_whole(path, lambda temporary: temporary.write_bytes(content))
-            older = self.paths()
-            older = older[older.index(path) :]  # newer ones are damaged: the run began before them
-            for old in older[self._keep :]:
+            for damaged in self._damaged:
+                if damaged != path:
+                    damaged.unlink(missing_ok=True)
+            self._damaged = []
+            for old in self.paths()[self._keep :]:
                 old.unlink()
         except NotPlain as problem:
             raise RunError(
@@ -185,7 +204,7 @@ class Checkpoints:
             kept = f"The last one is {last[0]}" if last else "There is none yet"
             raise RunError(
                 f"step {checkpoint.progress.step}: the checkpoint cannot be written to {self.folder}: "
-                f"{problem.strerror}. {kept}. {what_to_do(problem)}, then go on with --resume."
+                f"{problem.strerror}. {kept}. {what_to_do(problem)}, and go on with --resume."
             ) from problem
         return path
 
@@ -203,4 +222,5 @@ class Checkpoints:
                         f"another --out."
                     ) from problem
                 note(f"{path} is damaged: {why}. The one before it is used.")
+                self._damaged.append(path)
         return None

@@ -5,14 +5,14 @@ import tempfile
 from dataclasses import replace
 from typing import IO, Any
 
-from lockstep.checkpoint import Checkpoint, unpacked
+from lockstep.checkpoint import Checkpoint, how_to_go_on, unpacked
 from lockstep.config import RunConfig
 from lockstep.engines import Engine
 from lockstep.engines.group import check_can_fork
 from lockstep.engines.launch import Failed, Generation, Member, Supervisor
 from lockstep.engines.processes import Processes
 from lockstep.epochs import Start, Training
-from lockstep.errors import PeersLost
+from lockstep.errors import Interrupted, PeersLost
 from lockstep.interrupts import Interrupts
 from lockstep.packing import pack, unpack
 from lockstep.prepare import Prepared
@@ -34,10 +34,18 @@ def train_in_processes(config: RunConfig, prepared: Prepared, start: Start, log:
 
         drops_hung = config.on_hang == "drop"
         try:
-            Supervisor(prepared.devices, work, config.timeout, drops_hung, config.max_restarts).supervise()
+            Supervisor(prepared.devices, work, config.timeout, drops_hung, config.max_restarts).supervise(quiet)
+        except Interrupted as problem:
+            raise Interrupted(f"{problem}{how_to_go_on(config)}") from None
         except Failed as problem:
+            if problem.exit_status == Interrupted.exit_status:
+                raise Interrupted(str(problem)) from None
             if log is not None and not problem.is_recorded:
                 log.write(Incident("stopped", str(problem)))
+            if problem.trace:
+                problem.add_note(problem.trace)  # for a program: the command line shows it by itself
+            if not problem.trace and "Go on with: " not in str(problem):
+                problem.args = (f"{problem}{how_to_go_on(config)}",)
             raise
         answer.seek(0)
         return result_of(unpack(answer.read()), config, prepared)
@@ -56,7 +64,7 @@ class Worker:
     def work(self, member: Member) -> None:
         """Takes part until the run is done."""
         number = 0
-        with Interrupts([signal.SIGTERM]) as interrupts:
+        with Interrupts(signals=[signal.SIGTERM]) as interrupts:
             while True:
                 generation = member.join(number)
                 number = generation.number + 1

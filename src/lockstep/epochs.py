@@ -1,7 +1,6 @@
 """The epochs: from what a run was prepared with to its result, as a sequence of events."""
 
 import math
-import shlex
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
@@ -11,22 +10,31 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 from lockstep.backends import peak_memory, reset_peak_memory
-from lockstep.checkpoint import Checkpoint, Checkpoints, Progress, identity_of, made_with
+from lockstep.checkpoint import Checkpoint, Checkpoints, Progress, how_to_go_on, identity_of, made_with, unpacked
 from lockstep.config import RunConfig
 from lockstep.data.order import sample_order
-from lockstep.drift import compare_replicas
+from lockstep.drift import find_drift
 from lockstep.engines import Engine, Replica
 from lockstep.errors import Interrupted, PeersLost, RunError
 from lockstep.evaluate import measure_all
 from lockstep.exchange import KEEPS_THE_TREE
 from lockstep.layout import Array, sha256_of
 from lockstep.prepare import Prepared
-from lockstep.report.events import EpochDone, Event, Result, RunDone, RunStarted, RunStopped, StepDone
+from lockstep.report.events import EpochDone, Event, Incident, Result, RunDone, RunStarted, RunStopped, StepDone
 from lockstep.samples import Feed
 from lockstep.split.batch import split_into_shards
 from lockstep.steps import train_step
 
 Events = Generator[Event, None, None]
+MAX_HEALED = 10  # times in a run: what fails more often is broken
+
+
+class GoBack(Exception):
+    """The run has to be done again from a step where all replicas were equal."""
+
+    def __init__(self, checkpoint: Checkpoint, sentence: str) -> None:
+        super().__init__(sentence)
+        self.checkpoint = checkpoint
 
 
 class Stopped(RunError):
@@ -53,6 +61,8 @@ class Training:
         self._weights: dict[str, Array] = {}  # parameters and buffers after the last epoch that was finished here
         self.progress = deepcopy(start.checkpoint.progress) if start.checkpoint else Progress()
         self.replicas: list[Replica] = []
+        self._equal: Checkpoint | None = None  # where all replicas were last found equal, if drift is to be healed
+        self._num_healed = 0
 
     def checkpoint(self) -> Checkpoint | None:
         """The run after its last step; None where not even the replicas are there yet."""
@@ -69,7 +79,7 @@ class Training:
 
     def events(self) -> Events:
         """RunStarted, then StepDone and EpochDone, and RunDone with the result at last."""
-        task, engine, progress, start = self._task, self._engine, self.progress, self._start
+        task, engine, start = self._task, self._engine, self._start
         own_devices = [engine.devices[rank] for rank in engine.local_ranks]
         with ExitStack() as closing:
             reset_peak_memory(engine.backend, own_devices)
@@ -77,6 +87,8 @@ class Training:
             if start.checkpoint is not None:
                 weights, memory = start.checkpoint.weights, start.checkpoint.memory
             self.replicas = engine.replicate(lambda device: task.replica(device, weights, memory))
+            if self._config.heal:
+                self._equal = self.checkpoint()
             train_set = task.train_set(engine)
             closing.callback(train_set.close)
             test_set = None if task.test_set is None else task.test_set(engine)
@@ -84,8 +96,12 @@ class Training:
                 closing.callback(test_set.close)
             try:
                 yield self._started()
-                while progress.epoch <= self._config.num_epochs:
-                    yield from self._epoch(train_set, test_set)
+                while self.progress.epoch <= self._config.num_epochs:
+                    try:
+                        yield from self._epoch(train_set, test_set)
+                    except GoBack as back:
+                        self._go_back(back.checkpoint)
+                        yield Incident("healed", str(back))
                 peaks = peak_memory(engine.backend, own_devices)
                 if len(own_devices) < engine.num_ranks and "cpu" in peaks:  # every rank is a process
                     is_one = len(set(engine.devices)) == engine.num_ranks  # else there are several machines
@@ -94,7 +110,7 @@ class Training:
                 gathered = engine.gather([peaks for _ in own_devices])
             except RunError as problem:
                 if not isinstance(problem, (Stopped, PeersLost, Interrupted)):
-                    yield RunStopped(progress.epoch, progress.step, str(problem), progress.history, self._weights)
+                    yield self._stopped(str(problem))
                 raise
             except KeyboardInterrupt:
                 yield from self._interrupted(saved="")
@@ -137,10 +153,12 @@ class Training:
             if not all(map(math.isfinite, losses)):
                 yield from self._stop("the loss is no longer a number")
             yield StepDone(epoch, progress.step, batch.num_samples)
+            if moved := engine.balance.news():
+                yield Incident("balance", f"step {progress.step}: {moved}")
             if config.check_every and progress.step % config.check_every == 0:
-                yield from compare_replicas(engine, self.replicas, task, config, progress.step)
+                self._compare()
             if config.checkpoint_every and progress.step % config.checkpoint_every == 0:
-                yield from self._save()
+                self._save()
             if self._start.is_stopping():
                 yield from self._interrupted(self._saved_now())
         now = self.replicas[0].arrays()
@@ -161,14 +179,43 @@ class Training:
         progress.epoch, progress.losses, progress.seconds = epoch + 1, [], 0.0
         yield finished
         if config.checkpoint_every != 0:
-            yield from self._save()
+            self._save()
 
-    def _save(self) -> Events:
+    def _save(self) -> None:
         """A checkpoint, once the replicas were found to agree: one that has drifted is never saved."""
         if self._config.out is None:
             return
-        yield from compare_replicas(self._engine, self.replicas, self._task, self._config, self.progress.step)
+        self._compare()
         self._saved_now()
+
+    def _compare(self) -> None:
+        """Ends the run where replicas are not equal any more, or goes back to where they were, as the user chose."""
+        drift, step = find_drift(self._engine, self.replicas, list(self._task.initial)), self.progress.step
+        if drift is None:
+            if self._config.heal:
+                self._equal = self.checkpoint()
+            return
+        who = (
+            "a replica is not equal to the others any more"
+            if drift.is_settled
+            else "the replicas are not equal any more"
+        )
+        if not self._config.heal:
+            raise RunError(
+                f"{who}. Look for a failing device, or for code of your own that treats "
+                f"devices differently.{how_to_go_on(self._config)} --heal goes back by itself to where all were equal."
+            )
+        self._num_healed += 1
+        if self._num_healed > MAX_HEALED:
+            raise RunError(
+                f"step {step}: {who}, again and again: {drift.named}. A device fails, or code of your own does."
+            )
+        assert self._equal is not None, "they were equal at the beginning"
+        equal = self._equal
+        raise GoBack(
+            unpacked(self._engine.share(drift.good, equal.packed)),
+            f"{who}. Going back to step {equal.progress.step}, where all were equal",
+        )
 
     def _saved_now(self) -> str:
         """Saves a checkpoint where this process does that, and says where it is."""
@@ -177,24 +224,28 @@ class Training:
             return ""
         return str(self._start.checkpoints.save(checkpoint))
 
+    def _go_back(self, checkpoint: Checkpoint) -> None:
+        """Everything as it was in the checkpoint, on every rank."""
+        self.progress = deepcopy(checkpoint.progress)
+        weights, memory = checkpoint.weights, checkpoint.memory
+        self.replicas[:] = self._engine.replicate(lambda device: self._task.replica(device, weights, memory))
+
+    def _stopped(self, reason: str) -> RunStopped:
+        progress = self.progress
+        return RunStopped(progress.epoch, progress.step, reason, progress.history, self._weights)
+
     def save_and_stop(self) -> Interrupted:
         """Saves a checkpoint; the error to end with."""
         return self._interruption(self._saved_now())
 
     def _interrupted(self, saved: str) -> Events:
-        progress = self.progress
-        yield RunStopped(progress.epoch, progress.step, "interrupted", progress.history, self._weights)
+        yield self._stopped("interrupted")
         raise self._interruption(saved)
 
     def _interruption(self, saved: str) -> Interrupted:
-        progress, out = self.progress, self._config.out
-        last = saved or next(map(str, self._start.checkpoints.paths() if self._start.checkpoints else []), "")
-        how = (
-            f" A checkpoint is in {last}. Go on with: lockstep train --resume --out {shlex.quote(str(out))}"
-            if last
-            else ""
-        )
-        return Interrupted(f"interrupted after step {progress.step}.{how or _kept(self._config, progress.history)}")
+        where = f" A checkpoint is in {saved}." if saved else ""
+        how = how_to_go_on(self._config) or _kept(self._config, self.progress.history)
+        return Interrupted(f"interrupted after step {self.progress.step}.{where}{how}")
 
     def _stop(self, what: str) -> Events:
         """Hands out what there is, then ends the run with a sentence."""
@@ -204,7 +255,7 @@ class Training:
         if progress.step == 1:
             why = "No update has happened yet: look at the data, the model and the loss"
         reason = f"epoch {progress.epoch}, step {progress.step}: {what}. {why}"
-        yield RunStopped(progress.epoch, progress.step, reason, progress.history, self._weights)
+        yield self._stopped(reason)
         raise Stopped(f"{reason}.{_kept(config, progress.history)}")
 
     def _result(self, weights: dict[str, Array], peaks: dict[str, int]) -> Result:

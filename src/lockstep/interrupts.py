@@ -1,6 +1,7 @@
 """Ctrl-C and SIGTERM: the step under way is finished, then the run stops in its own words. A second one ends it now."""
 
 import signal
+import sys
 import threading
 from collections.abc import Sequence
 from types import FrameType, TracebackType
@@ -12,8 +13,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class Interrupts:
     """While it is entered in the main thread, says whether the run is to stop."""
 
-    def __init__(self, signals: Sequence[signal.Signals] = SIGNALS) -> None:
-        self._signals, self.requested = signals, False
+    def __init__(self, says: bool = False, signals: Sequence[signal.Signals] = SIGNALS) -> None:
+        self._says, self._signals, self.requested = says, signals, False
 
     def __enter__(self) -> Self:
         is_main = threading.current_thread() is threading.main_thread()
@@ -31,3 +32,5 @@ class Interrupts:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
+        if self._says:
+            print("\nstopping after this step; once more ends it now", file=sys.stderr, flush=True)

@@ -41,6 +41,8 @@ def prepare(
     pick({**EXCHANGES, NATIVE: None}, config.exchange, "exchange")
     if config.exchange == NATIVE and config.engine != "processes":
         raise ConfigError("native is the framework's own all-reduce, between processes: use --engine processes.")
+    if config.on_hang == "drop" and config.engine != "processes":
+        raise ConfigError("A thread that hangs cannot be dropped: --on-hang drop needs --engine processes.")
     backend = load_backend(config.backend)
     pick({name: ENGINES[name] for name in backend.capabilities.engines}, config.engine, f"engine for {backend.name}")
     if devices is None:

@@ -3,8 +3,9 @@
 from collections.abc import Generator
 from contextlib import closing
 
+from lockstep.errors import RunError
 from lockstep.report.console import Console
-from lockstep.report.events import Event, Result, RunDone
+from lockstep.report.events import Event, Result, RunDone, RunStopped
 from lockstep.report.runlog import RunLog
 from lockstep.samples import lost_loaders
 
@@ -14,10 +15,14 @@ def report(events: Generator[Event, None, None], log: RunLog | None, quiet: bool
     with Console() as console, closing(events):
 
         def tell(event: Event) -> None:
-            if log is not None:
-                log.write(event)
             if not quiet:
                 console.show(event)
+            if log is not None:
+                try:
+                    log.write(event)
+                except RunError:
+                    if not isinstance(event, RunStopped):  # why it stopped is said next, and matters more
+                        raise
 
         try:
             with lost_loaders():

@@ -40,7 +40,7 @@ def run(config: RunConfig, given: Given | None = None, quiet: bool = False, resu
             from lockstep.elastic import train_in_processes  # loads its framework
 
             return train_in_processes(config, prepared, start, log, quiet)
-        interrupts = undo.enter_context(Interrupts())
+        interrupts = undo.enter_context(Interrupts(says=not quiet))
         start = replace(start, is_stopping=lambda: interrupts.requested)
         balance = balance_for(config.balance)
         with InProcess(prepared.backend, prepared.devices, config.exchange, balance, config.timeout) as engine:

@@ -39,8 +39,8 @@ def lost_loaders() -> Iterator[None]:
             raise
         said = str(problem).partition(". ")[0]
         raise RunError(
-            f"The data cannot be loaded: {said}. It was killed, or ran out of memory: use fewer processes (--workers), "
-            f"or none to see more (--workers 0)."
+            f"The data cannot be loaded: {said}. It was killed, ended itself, or ran out of memory: use fewer "
+            f"processes (--workers), or none to see more (--workers 0)."
         ) from problem
 
 

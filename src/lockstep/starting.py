@@ -1,10 +1,12 @@
 """Where a run begins: at the beginning, or after the last checkpoint in its folder."""
 
-from lockstep.checkpoint import Checkpoints, check_same_run, identity_of, made_with
+from lockstep.checkpoint import Checkpoints, check_length, check_same_run, identity_of, made_with
 from lockstep.config import RunConfig
 from lockstep.epochs import Start
+from lockstep.errors import ConfigError
 from lockstep.evaluate import checked_weights
 from lockstep.prepare import Prepared
+from lockstep.report.runlog import read_settings
 
 
 def find_start(config: RunConfig, prepared: Prepared, resume: bool) -> Start:
@@ -15,10 +17,20 @@ def find_start(config: RunConfig, prepared: Prepared, resume: bool) -> Start:
         return Start(checkpoints=checkpoints)
     task, notes = prepared.task, list[str]()
     newest = checkpoints.newest(notes.append)
+    identity = identity_of(config, task.data_sha256, task.num_train)
     if newest is None:
+        if (config.out / "result.json").exists():
+            raise ConfigError(
+                f"The run in {config.out} is finished, and its checkpoints are gone: there is nothing to go on from, "
+                f"and a run is never written over. Choose another --out."
+            )
+        if (config.out / "config.json").exists():
+            recorded = read_settings(config.out)
+            check_same_run({**identity, **{n: recorded[n] for n in identity if n in recorded}}, identity, config)
         return Start(notes=[f"There is no checkpoint in {config.out}: beginning at step 1."], checkpoints=checkpoints)
     path, found = newest
-    check_same_run(found, identity_of(config, task.data_sha256, task.num_train), config)
+    check_same_run(found.run, identity, config)
+    check_length(found.progress, config)
     checked_weights(task.initial, found.weights, path, config.model)
     now = made_with(prepared.backend.version(), prepared.devices)
     for name, value in now.items():
@@ -27,5 +39,8 @@ def find_start(config: RunConfig, prepared: Prepared, resume: bool) -> Start:
                 f"The checkpoint was made with another {name.replace('_', ' ')}, {found.made_with.get(name)}, and this "
                 f"is {value}: from here on the bits may be others."
             )
-    notes.append(f"going on after step {found.progress.step}")
+    if len(found.progress.history) == config.num_epochs:
+        notes.append(f"all {config.num_epochs} epochs are done already; for more, use --epochs")
+    else:
+        notes.append(f"going on after step {found.progress.step}")
     return Start(found, notes, checkpoints=checkpoints)

@@ -137,28 +137,34 @@ def train(
 
 
 def recorded_settings(context: typer.Context, folder: Path) -> dict[str, Any]:
-    """What decides the bits of the run in `folder`, but for what was given now. A file never names code to run."""
+    """The settings of the run in `folder`, but for what was given now. A file never names code to run."""
     from lockstep.checkpoint import IDENTITY
     from lockstep.errors import ConfigError
     from lockstep.named import is_place
     from lockstep.report.runlog import read_settings
 
-    if not (folder / "config.json").is_file():
-        return {}
     names = {"lr": "learning_rate", "epochs": "num_epochs", "shards": "num_shards"}
-    options = {names.get(option, option): option for option in context.params}
+    options = [option for option in context.params if option not in ("out", "resume", "json")]
+    given = {
+        names.get(option, option)
+        for option in options
+        if str(context.get_parameter_source(option)) != "ParameterSource.DEFAULT"
+    }
+    if not (folder / "config.json").is_file():
+        if not given & set(IDENTITY):
+            raise ConfigError(f"There is no run in {folder} to go on with. To begin one there, give its settings.")
+        return {}
     recorded = read_settings(folder)
-    found = {}
-    for name in (*IDENTITY, "num_epochs"):
-        if name not in recorded or str(context.get_parameter_source(options[name])) != "ParameterSource.DEFAULT":
-            continue
-        value = recorded[name]
-        if isinstance(value, str) and (is_place(value) or value.endswith(" given in Python")):
-            raise ConfigError(
-                f"The {name} of the run in {folder} is code of your own, {value}. A record does not decide what code "
-                f"is run: add --{name} {value if is_place(value) else 'package.file:function'}."
-            )
-        found[name] = value
+    found = {name: recorded[name] for name in (names.get(o, o) for o in options) if name in recorded}
+    found = {name: value for name, value in found.items() if name not in given}
+    own = [(name, value) for name, value in found.items() if isinstance(value, str) and name in IDENTITY]
+    own = [(name, value) for name, value in own if is_place(value) or value.endswith(" given in Python")]
+    if own:
+        wanted = " ".join(f"--{n} {v if is_place(v) else 'package.file:function'}" for n, v in own)
+        what = " and ".join(f"{name} {value}" for name, value in own)
+        raise ConfigError(
+            f"The run in {folder} has code of your own: {what}. A record does not name code to run: add {wanted}."
+        )
     return found
 
 

@@ -11,6 +11,7 @@ from lockstep.backends import Backend, Tensor
 from lockstep.device import Device
 from lockstep.exchange.nodes import Node
 from lockstep.layout import Array
+from lockstep.split.balance import Balance
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ class Engine(Protocol):
     devices: list[Device]  # of all ranks
     num_ranks: int
     local_ranks: range
+    balance: Balance  # which shards a rank gets
 
     def __enter__(self) -> Self: ...
     def __exit__(self, *error: object) -> None: ...

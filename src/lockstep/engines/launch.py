@@ -144,10 +144,11 @@ class Supervisor:
         self._lost_at: float | None = None  # when the first of this generation said that it lost somebody
         self._num_heard = 0
         self._late: list[int] = []
+        self._hang_said: str | None = None
 
-    def supervise(self) -> None:
+    def supervise(self, quiet: bool = False) -> None:
         """Starts the workers and sees the run through."""
-        with Interrupts() as interrupts:
+        with Interrupts(says=not quiet) as interrupts:
             try:
                 for slot in range(len(self._slots)):
                     self._start(slot)
@@ -166,21 +167,24 @@ class Supervisor:
 
     def _watch(self) -> bool:
         """Looks at every worker once; True when the run is done."""
+        gone = []
         for worker, (process, slot) in list(self._workers.items()):
             found, status = os.waitpid(process, os.WNOHANG)
-            if not found:
-                continue
-            del self._workers[worker]
-            rank = self._by_rank.index(worker)
-            code = os.waitstatus_to_exitcode(status)
-            if code == 0 and rank == 0:
-                return True
-            self._gone(worker, rank, slot, code)
+            if found:
+                del self._workers[worker]
+                gone.append((worker, self._by_rank.index(worker), slot, os.waitstatus_to_exitcode(status)))
+        if any(rank == 0 and code == 0 for _, rank, _, code in gone):
+            return True
+        if gone:
+            notes = [self._gone(*one) for one in gone]
+            if not self._workers:
+                raise Failed(f"{'; '.join(notes)}. No worker is left.")
+            self._next_generation(notes if self._hang_said is None else [self._hang_said, *notes])
         self._listen()
         return False
 
-    def _gone(self, worker: int, rank: int, slot: int, code: int) -> None:
-        """A worker has ended: the run ends with its own words, or goes on without it."""
+    def _gone(self, worker: int, rank: int, slot: int, code: int) -> str:
+        """A worker has ended: the run ends with its own words, or goes on without it; says what happened."""
         who = f"rank {rank} ({self._slots[slot]})"
         error = self._error_of(worker)
         if error is not None and code != NO_MEMORY:
@@ -197,9 +201,7 @@ class Supervisor:
             self._restarts_left -= 1
             self._start(slot)
             what += "; a new worker takes its place"
-        if not self._workers:
-            raise Failed(f"{what}. No worker is left: go on with --resume.")
-        self._next_generation([what])
+        return what
 
     def _error_of(self, worker: int) -> dict[str, Any] | None:
         key = f"error/{worker}"
@@ -219,7 +221,7 @@ class Supervisor:
                 self._hang(said["late"], said["said"])
         if self._lost_at is not None and time.monotonic() > self._lost_at + GRACE_SECONDS and not self._late:
             if not self._restarts_left:
-                raise Failed("The workers lost each other again and again. Go on with --resume.")
+                raise Failed("The workers lost each other again and again.")
             self._restarts_left -= 1
             self._next_generation(["the workers lost each other, and meet anew"])
 
@@ -227,13 +229,11 @@ class Supervisor:
         sentence = f"after {self._timeout:g} s in an exchange: {said}"
         if not self._drops_hung:
             raise Failed(
-                f"{sentence}. Go on with --resume; a longer --timeout waits longer, --on-hang drop goes on without "
-                f"those that hang."
+                f"{sentence}. A longer --timeout waits longer, --on-hang drop goes on without those that hang."
             )
         if len(late) == len(self._by_rank):
             raise Failed(f"{sentence}. Nobody is left to go on without them.")
-        self._late = late
-        print(f"lockstep: {sentence}", file=sys.stderr, flush=True)
+        self._late, self._hang_said = late, sentence
         for rank in late:
             with contextlib.suppress(ProcessLookupError, KeyError):
                 os.kill(self._workers[self._by_rank[rank]][0], signal.SIGKILL)
@@ -241,7 +241,7 @@ class Supervisor:
     def _next_generation(self, notes: list[str]) -> None:
         self._generation += 1
         self._by_rank = sorted(self._workers, key=lambda worker: self._workers[worker][1])
-        self._lost_at, self._num_heard, self._late = None, 0, []
+        self._lost_at, self._num_heard, self._late, self._hang_said = None, 0, [], None
         record = {
             "workers": self._by_rank,
             "devices": [str(self._slots[self._workers[worker][1]]) for worker in self._by_rank],

@@ -70,7 +70,7 @@ class Processes:
             self.backend.synchronize(self.device)
         except LockstepError:
             raise
-        except Exception as problem:
+        except (Exception, SystemExit) as problem:
             raise RankError(self.rank, self.device, phase, problem, user_source_line(problem)) from problem
         return [result]
 
@@ -164,6 +164,7 @@ class Processes:
             replica.update(step, total, Gathered([len(shard) for shard in shards], exchanged.rows, exchanged.used))
 
         self.each("update", apply, replicas, exchanged.totals)
+        self.whereabouts.phase = "loading of samples"
 
     def gather(self, values: list[Any]) -> list[Any]:
         (found,) = self.each(

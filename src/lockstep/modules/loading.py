@@ -5,6 +5,7 @@ Python, numpy or PyTorch) are keyed by (seed, epoch, sample): neither the device
 """
 
 import os
+import signal
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -177,6 +178,7 @@ class Loader:
 
 
 def _die_with(parent: int, worker: int) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a scheduler sends it to all: the run ends its loaders itself
     die_with(parent)
 
 

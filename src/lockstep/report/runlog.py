@@ -52,7 +52,8 @@ class RunLog:
             except OSError as problem:  # a run that was killed a moment ago may not be gone yet
                 if time.monotonic() >= give_up:
                     os.close(lock)
-                    raise ConfigError(f"Another run is under way in {self.folder}. Choose another --out.") from problem
+                    what = "Wait for it, or end it" if self._is_resumed else "Choose another --out"
+                    raise ConfigError(f"Another run is under way in {self.folder}. {what}.") from problem
                 time.sleep(0.1)
         if not self._is_resumed and any(self.folder.iterdir()):
             self.close()
@@ -73,8 +74,7 @@ class RunLog:
             match event:
                 case RunStarted():
                     config = {**event.config, "data_sha256": event.data_sha256}
-                    if (self.folder / "config.json").exists():  # a run that goes on may have become longer
-                        config = {**read_settings(self.folder), "num_epochs": event.config["num_epochs"]}
+                    if self._is_resumed:
                         for left in (*self.folder.glob(".part-*"), *self.folder.glob("checkpoints/.part-*")):
                             left.unlink(missing_ok=True)  # half of a file, of a run that was killed
                     self._text("config.json", to_json(config, indent=2))
@@ -92,8 +92,8 @@ class RunLog:
                     self._text("result.json", to_json(fields, indent=2))
                     self._line("done", {name: value for name, value in fields.items() if name != "history"})
                 case RunStopped():
-                    self._keep(event.history, event.weights)
                     self._line("stopped", {"epoch": event.epoch, "step": event.step, "reason": event.reason})
+                    self._keep(event.history, event.weights)
         except OSError as problem:
             raise RunError(
                 f"{self.folder} cannot be written to: {problem.strerror}. {what_to_do(problem)}, or choose another "
@@ -172,7 +172,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
         with config_file.open("rb") as file:
             config = json.loads(file.read(MAX_JSON_BYTES))
     except (OSError, ValueError, RecursionError) as problem:
-        raise ConfigError(f"{config_file} cannot be read: {problem}.") from problem
+        raise ConfigError(f"{config_file} cannot be read: {problem}. Restore it, or choose another run.") from problem
     if not isinstance(config, dict):
         raise ConfigError(f"{config_file} does not hold the settings of a run.")
     return config

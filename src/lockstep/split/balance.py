@@ -24,6 +24,10 @@ class Balance:
     def measured(self, ranges: Sequence[range], seconds: Sequence[float]) -> None:
         """Takes note of the time that each rank took for its shards."""
 
+    def news(self) -> str:
+        """That shards have moved since the last time, or nothing."""
+        return ""
+
 
 class MeasuredBalance(Balance):
     """Shares by speed. All ranks see the same times, so all of them come to the same shares."""
@@ -31,6 +35,7 @@ class MeasuredBalance(Balance):
     def __init__(self) -> None:
         self._times: list[deque[float]] = []  # seconds a shard, of each rank
         self._counts: dict[tuple[int, int], list[int]] = {}  # (shards, ranks) -> shards of each rank
+        self._news = ""
 
     def ranges(self, num_shards: int, num_ranks: int) -> tuple[range, ...]:
         before = self._counts.get((num_shards, num_ranks)) or [
@@ -41,6 +46,9 @@ class MeasuredBalance(Balance):
             counts = shares(num_shards, speeds)
             if _longest(counts, speeds) < WORTH * _longest(before, speeds):
                 before = counts
+                self._news = (
+                    f"shards moved: {', '.join(map(str, counts))} of {num_shards} for ranks 0 to {num_ranks - 1}"
+                )
         self._counts[num_shards, num_ranks] = before
         starts = [sum(before[:rank]) for rank in range(num_ranks + 1)]
         return tuple(range(starts[rank], starts[rank + 1]) for rank in range(num_ranks))
@@ -51,6 +59,10 @@ class MeasuredBalance(Balance):
         for times, own, taken in zip(self._times, ranges, seconds, strict=True):
             if own:
                 times.append(taken / len(own))
+
+    def news(self) -> str:
+        news, self._news = self._news, ""
+        return news
 
 
 def balance_for(name: str) -> Balance:
