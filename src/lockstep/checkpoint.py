@@ -81,7 +81,7 @@ class Checkpoint:
 
 def unpacked(data: bytes) -> Checkpoint:
     """The checkpoint that was packed; `Damaged` if it is not one, to the last byte."""
-    tree = unpack(data)
+    tree = unpack(data, is_strict=False)
     try:
         progress = Progress(
             **{
@@ -146,8 +146,14 @@ def check_same_run(run: dict[str, Any], identity: dict[str, Any], config: RunCon
         )
 
 
-def check_length(progress: Progress, config: RunConfig) -> None:
-    """Refuses to end a run before the epoch that it is in."""
+def check_length(progress: Progress, config: RunConfig, num_train: int) -> None:
+    """Refuses to end a run before the epoch that it is in, and a position that no run of this length has."""
+    steps_per_epoch = -(-num_train // config.batch_size)
+    if not (progress.epoch - 1) * steps_per_epoch <= progress.step <= progress.epoch * steps_per_epoch:
+        raise ConfigError(
+            f"The checkpoint in {config.out} is of step {progress.step} and epoch {progress.epoch}, which do not go "
+            f"together: nobody has saved it. Choose another --out."
+        )
     num_begun = len(progress.history) + bool(progress.losses)
     if num_begun > config.num_epochs:
         raise ConfigError(

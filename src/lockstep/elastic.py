@@ -1,7 +1,7 @@
 """A run in processes that may come and go: when the others change, each of them goes on from the newest state."""
 
-import signal
 import tempfile
+import traceback
 from dataclasses import replace
 from typing import IO, Any
 
@@ -13,7 +13,6 @@ from lockstep.engines.launch import Failed, Generation, Member, Supervisor
 from lockstep.engines.processes import Processes
 from lockstep.epochs import Start, Training
 from lockstep.errors import Interrupted, PeersLost
-from lockstep.interrupts import Interrupts
 from lockstep.packing import pack, unpack
 from lockstep.prepare import Prepared
 from lockstep.report.events import EpochDone, Incident, Result
@@ -64,19 +63,20 @@ class Worker:
     def work(self, member: Member) -> None:
         """Takes part until the run is done."""
         number = 0
-        with Interrupts(signals=[signal.SIGTERM]) as interrupts:
-            while True:
-                generation = member.join(number)
-                number = generation.number + 1
-                try:
-                    self._take_part(member, generation, interrupts)
-                    if generation.workers[0] == member.worker:
-                        return
-                    member.wait_for_the_next(generation)
-                except PeersLost as lost:
-                    member.tell_lost(generation, lost)
+        while True:
+            generation = member.join(number)
+            number = generation.number + 1
+            try:
+                self._take_part(member, generation)
+                if generation.workers[0] == member.worker:
+                    return
+                member.wait_for_the_next(generation)
+            except PeersLost as lost:
+                for problem in (lost, lost.__cause__):
+                    traceback.clear_frames(problem.__traceback__ if problem else None)  # they hold the connections
+                member.tell_lost(generation, lost)
 
-    def _take_part(self, member: Member, generation: Generation, interrupts: Interrupts) -> None:
+    def _take_part(self, member: Member, generation: Generation) -> None:
         config, prepared, is_first = self._config, self._prepared, generation.number == 0
         rank = generation.workers.index(member.worker)
         member.whereabouts.phase = "start"
@@ -90,7 +90,9 @@ class Worker:
             member.whereabouts,
         ) as engine:
             self._kept = agree(engine, self._kept)
-            step = self._kept.progress.step if self._kept else 0
+            if rank == 0:
+                member.tell_met(generation)
+            step = member.whereabouts.step = self._kept.progress.step if self._kept else 0
             going_on = f"going on after step {step} on [{', '.join(generation.devices)}]"
             start = replace(
                 self._start,
@@ -98,7 +100,7 @@ class Worker:
                 notes=self._start.notes if is_first else [*generation.notes, going_on],
                 num_restarts=generation.number,
                 checkpoints=self._start.checkpoints if rank == 0 else None,
-                is_stopping=lambda: rank == 0 and interrupts.requested,
+                is_stopping=lambda: rank == 0 and member.is_to_stop(),
             )
             training = Training(config, prepared, engine, start)
             try:
@@ -106,7 +108,8 @@ class Worker:
             except PeersLost:
                 self._kept = training.checkpoint()
                 raise
-            self._kept = training.checkpoint()
+            if rank != 0 and config.checkpoint_every != 0:  # in case it has to take over from one that dies
+                self._kept = training.checkpoint()
         if rank == 0:
             self._answer.seek(0)
             self._answer.truncate()
@@ -115,14 +118,14 @@ class Worker:
 
 
 def agree(engine: Engine, own: Checkpoint | None) -> Checkpoint | None:
-    """The newest state that any rank has, on all ranks. Who has it already is not sent it."""
-    step = -1 if own is None else own.progress.step
-    steps = engine.gather([step])
-    newest = max(steps)
-    if newest < 0 or min(steps) == newest:
+    """The newest state that any rank has, on all ranks."""
+    at = [-1, 0] if own is None else [own.progress.step, own.progress.epoch]  # a step may be done, and its epoch not
+    places = engine.gather([at])
+    newest = max(places)
+    if newest[0] < 0 or min(places) == newest:
         return own
-    data = engine.share(steps.index(newest), lambda: own.packed() if own is not None else b"")
-    return own if step == newest else unpacked(data)
+    data = engine.share(places.index(newest), lambda: own.packed() if own is not None else b"")
+    return own if at == newest else unpacked(data)
 
 
 def plain_of(result: Result) -> dict[str, Any]:

@@ -160,6 +160,8 @@ class Training:
             if config.checkpoint_every and progress.step % config.checkpoint_every == 0:
                 self._save()
             if self._start.is_stopping():
+                if len(engine.local_ranks) == engine.num_ranks:  # the others of several processes do not know of it
+                    self._compare()
                 yield from self._interrupted(self._saved_now())
         now = self.replicas[0].arrays()
         if not all(np.isfinite(now[name]).all() for name in task.parameters):
@@ -222,6 +224,7 @@ class Training:
         checkpoint = self.checkpoint() if self._start.checkpoints is not None else None
         if self._start.checkpoints is None or checkpoint is None or self._config.checkpoint_every == 0:
             return ""
+        self._engine.enter("checkpoint")
         return str(self._start.checkpoints.save(checkpoint))
 
     def _go_back(self, checkpoint: Checkpoint) -> None:

@@ -71,6 +71,7 @@ class PeersLost(RunError):
     """Other ranks are gone, or did not arrive in time; this one could go on."""
 
     is_late = False  # nobody is known to be gone
+    late: tuple[int, ...] = ()  # ranks that are known not to have come
 
 
 class Late(RunError):

@@ -30,7 +30,7 @@ def find_start(config: RunConfig, prepared: Prepared, resume: bool) -> Start:
         return Start(notes=[f"There is no checkpoint in {config.out}: beginning at step 1."], checkpoints=checkpoints)
     path, found = newest
     check_same_run(found.run, identity, config)
-    check_length(found.progress, config)
+    check_length(found.progress, config, task.num_train)
     checked_weights(task.initial, found.weights, path, config.model)
     now = made_with(prepared.backend.version(), prepared.devices)
     for name, value in now.items():

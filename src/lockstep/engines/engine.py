@@ -121,6 +121,10 @@ class Engine(Protocol):
         """`work(rank, device, ...)` for each local rank, all at the same time, with its entries of `lists`."""
         ...
 
+    def enter(self, phase: str) -> None:
+        """Says what this process does between the phases of a step, for those who wait for it."""
+        ...
+
     def replicate(self, make: Callable[[Device], Any]) -> list[Any]:
         """`make(device)` for each local rank: its replica."""
         ...

@@ -91,7 +91,7 @@ class Group:
             options = dist.ProcessGroupGloo._Options()
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
             options._timeout = limit
-            self._gloo = dist.ProcessGroupGloo(store_under("gloo", store), rank, self.size, options)
+            self._gloo: Any = dist.ProcessGroupGloo(store_under("gloo", store), rank, self.size, options)
             self._nccl: Any = None
             if self._on_gpu:
                 if name := interface_of(address):
@@ -108,6 +108,7 @@ class Group:
             if wire is not None:
                 with contextlib.suppress(RuntimeError):
                     wire.abort()
+        self._gloo = self._nccl = None  # others notice when nobody here holds them any more
 
     def transfer(self, sends: Sequence[tuple[int, Tensor]], sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
         """Sends vectors to ranks, and receives float32 vectors of these sizes from ranks, in the order given."""
@@ -159,6 +160,8 @@ class Group:
 
     def _move(self, wire: Any, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
         """Everything at the same time; over when all has arrived."""
+        if wire is None:
+            raise PeersLost("The connections to the other ranks are closed.")
         deadline = time.monotonic() + self.timeout
         try:
             is_nccl = wire is not self._gloo

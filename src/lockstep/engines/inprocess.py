@@ -110,6 +110,9 @@ class InProcess:
         )
         return f"after {self.timeout:g} s that the others waited: {who}. A longer --timeout waits longer"
 
+    def enter(self, phase: str) -> None:
+        """Nobody is elsewhere."""
+
     def replicate(self, make: Callable[[Device], Any]) -> list[Any]:
         return self.each("replicate", lambda rank, device: make(device))
 

@@ -80,15 +80,34 @@ class Member:
             store = store_under(f"group/{number}", join_store(LOOPBACK, self._port, STORE_SECONDS))
             return Group(store, rank, generation.devices, LOOPBACK, self._timeout)
 
-        self._store.add(f"arrived/{number}", 1)
-        while self._store.add(f"arrived/{number}", 0) < len(generation.workers):
+        self._store.set(f"arrived/{number}/{self.worker}", "")
+        # who waits for one that hangs notices a death only when its own deadline is over
+        deadline = time.monotonic() + 2 * self._timeout + STORE_SECONDS / 3
+        while late := self._missing(generation):
             self._check_that_all_live(number)
+            if time.monotonic() > deadline:
+                lost = PeersLost("Not all workers have come.")
+                lost.late = tuple(late)
+                raise lost
         meeting = RankThread(f"lockstep-connect-{number}")  # it waits for those who die on the way; we need not
         future = meeting.submit(meet)
         meeting.end(waits=False)
         while not future.done():
             self._check_that_all_live(number)
         return cast(Group, future.result())
+
+    def _missing(self, generation: Generation) -> list[int]:
+        """The ranks that are not there yet."""
+        keys = [f"arrived/{generation.number}/{worker}" for worker in generation.workers]
+        return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+
+    def is_to_stop(self) -> bool:
+        """Whether the user has asked for it."""
+        return self._store.check(["stop"])
+
+    def tell_met(self, generation: Generation) -> None:
+        """Tells the supervisor that all of the generation have met: what it has noted was heard."""
+        self._store.set(f"met/{generation.number}", "")
 
     def _check_that_all_live(self, number: int) -> None:
         if self._store.check([f"generation/{number + 1}"]):
@@ -99,7 +118,9 @@ class Member:
         """Tells the supervisor that others were lost, and who did not arrive."""
         late: list[int] = []
         said = str(lost)
-        if lost.is_late:
+        if lost.late:
+            late, said = list(lost.late), "; ".join(f"rank {r} ({generation.devices[r]}) has not come" for r in lost.late)
+        elif lost.is_late and not self._store.check([f"generation/{generation.number + 1}"]):
             rank = generation.workers.index(self.worker)
             late, said = find_late(self._store, list(map(str, generation.workers)), list(generation.devices), rank)
         number = self._store.add(f"lost/{generation.number}", 1)
@@ -136,6 +157,7 @@ class Supervisor:
     ) -> None:
         self._slots, self._work, self._timeout = devices, work, timeout
         self._drops_hung, self._restarts_left = drops_hung, max_restarts
+        self._store: Any
         self._store, self._port, self._listener = serve_store()
         self._workers: dict[int, tuple[int, int]] = {}  # worker -> (process, slot)
         self._num_started = 0
@@ -143,8 +165,9 @@ class Supervisor:
         self._by_rank: list[int] = []
         self._lost_at: float | None = None  # when the first of this generation said that it lost somebody
         self._num_heard = 0
-        self._late: list[int] = []
-        self._hang_said: str | None = None
+        self._late: list[int] = []  # ranks of this generation that hang
+        self._dropped: set[int] = set()  # workers that were ended for it
+        self._notes: list[str] = []  # that nobody has heard yet
 
     def supervise(self, quiet: bool = False) -> None:
         """Starts the workers and sees the run through."""
@@ -153,17 +176,18 @@ class Supervisor:
                 for slot in range(len(self._slots)):
                     self._start(slot)
                 self._next_generation([])
-                is_told = False
                 while not self._watch():
-                    if interrupts.requested and not is_told:
-                        is_told = True
-                        with contextlib.suppress(ProcessLookupError, KeyError):
-                            os.kill(self._workers[self._by_rank[0]][0], signal.SIGTERM)
+                    self._forget_what_was_heard()
+                    if interrupts.requested:
+                        self._store.set("stop", "")
                     time.sleep(POLL_SECONDS)
             except KeyboardInterrupt:
                 raise Interrupted("interrupted a second time: the workers were ended at once.") from None
             finally:
                 self._end_all()
+                if sys.stderr.isatty():
+                    sys.stderr.write("\x1b[?25h")  # a bar hides the cursor, and its process may have been killed
+                    sys.stderr.flush()
 
     def _watch(self) -> bool:
         """Looks at every worker once; True when the run is done."""
@@ -179,7 +203,7 @@ class Supervisor:
             notes = [self._gone(*one) for one in gone]
             if not self._workers:
                 raise Failed(f"{'; '.join(notes)}. No worker is left.")
-            self._next_generation(notes if self._hang_said is None else [self._hang_said, *notes])
+            self._next_generation(notes)
         self._listen()
         return False
 
@@ -189,15 +213,15 @@ class Supervisor:
         error = self._error_of(worker)
         if error is not None and code != NO_MEMORY:
             raise Failed(error["sentence"], error["exit_status"], error["trace"], is_recorded=rank == 0)
-        if rank in self._late:
+        if worker in self._dropped:
             what = f"{who} was dropped"
         elif error is not None:
             what = error["sentence"]
         elif code < 0:
-            what = f"{who} was killed by {signal.Signals(-code).name}"
+            what = f"{who} was killed by {name_of_signal(-code)}"
         else:
             what = f"{who} ended with exit status {code}"
-        if self._restarts_left and error is None and rank not in self._late:
+        if self._restarts_left and error is None and worker not in self._dropped:
             self._restarts_left -= 1
             self._start(slot)
             what += "; a new worker takes its place"
@@ -233,21 +257,29 @@ class Supervisor:
             )
         if len(late) == len(self._by_rank):
             raise Failed(f"{sentence}. Nobody is left to go on without them.")
-        self._late, self._hang_said = late, sentence
+        self._late = late
+        self._dropped.update(self._by_rank[rank] for rank in late)
+        self._notes.append(sentence)
         for rank in late:
             with contextlib.suppress(ProcessLookupError, KeyError):
                 os.kill(self._workers[self._by_rank[rank]][0], signal.SIGKILL)
 
     def _next_generation(self, notes: list[str]) -> None:
+        self._notes += notes
         self._generation += 1
         self._by_rank = sorted(self._workers, key=lambda worker: self._workers[worker][1])
-        self._lost_at, self._num_heard, self._late, self._hang_said = None, 0, [], None
+        self._lost_at, self._num_heard, self._late = None, 0, []
         record = {
             "workers": self._by_rank,
             "devices": [str(self._slots[self._workers[worker][1]]) for worker in self._by_rank],
-            "notes": notes,
+            "notes": self._notes,
         }
         self._store.set(f"generation/{self._generation}", json.dumps(record))
+
+    def _forget_what_was_heard(self) -> None:
+        """What happened is told to every generation until one has met, and can say it."""
+        if self._notes and self._store.check([f"met/{self._generation}"]):
+            self._notes = []
 
     def _start(self, slot: int) -> None:
         worker, parent = self._num_started, os.getpid()
@@ -266,9 +298,8 @@ class Supervisor:
         try:
             os.close(self._listener)
             die_with(parent)
-            for number in SIGNALS:
-                signal.signal(number, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all: the supervisor tells who has to know
+            for number in SIGNALS:  # they may go to all: the supervisor tells who has to know
+                signal.signal(number, signal.SIG_IGN)
             status = run_worker(worker, self._port, self._timeout, self._work)
         except BaseException:  # nothing of the parent's must run in the child
             traceback.print_exc()
@@ -285,6 +316,15 @@ class Supervisor:
         for process, _ in self._workers.values():
             os.waitpid(process, 0)
         self._workers.clear()
+        self._store = None  # which ends its thread and its sockets
+
+
+def name_of_signal(number: int) -> str:
+    """What it is called; most real-time signals have no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def run_worker(worker: int, port: int, timeout: float, work: Callable[[Member], None]) -> int:

@@ -68,11 +68,15 @@ class Processes:
         try:
             result = work(self.rank, self.device, *(entries[0] for entries in lists))
             self.backend.synchronize(self.device)
+            self.whereabouts.phase = f"what comes after {phase}"  # not on an error: others look for who did not come
         except LockstepError:
             raise
         except (Exception, SystemExit) as problem:
             raise RankError(self.rank, self.device, phase, problem, user_source_line(problem)) from problem
         return [result]
+
+    def enter(self, phase: str) -> None:
+        self.whereabouts.phase = phase
 
     def replicate(self, make: Callable[[Device], Any]) -> list[Any]:
         return self.each("replicate", lambda rank, device: make(device))
@@ -90,7 +94,9 @@ class Processes:
             if is_cancelled:
                 raise PeersLost("It cannot be tried without the other ranks.")
             brought = pack({"what": what, "tensors": [tensor_to_plain(tensor) for tensor in own]})
+            phase, self.whereabouts.phase = self.whereabouts.phase, "exchange"
             met = [unpack(other, is_strict=False) for other in self._group.gather(brought, busy)]
+            self.whereabouts.phase = phase
             for other in met:
                 if other["what"] != what:
                     raise RunError(
@@ -164,7 +170,7 @@ class Processes:
             replica.update(step, total, Gathered([len(shard) for shard in shards], exchanged.rows, exchanged.used))
 
         self.each("update", apply, replicas, exchanged.totals)
-        self.whereabouts.phase = "loading of samples"
+        self.enter("loading of samples")
 
     def gather(self, values: list[Any]) -> list[Any]:
         (found,) = self.each(

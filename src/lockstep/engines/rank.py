@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from lockstep.backends import Backend, Tensor
 from lockstep.device import Device
 from lockstep.engines.engine import Batch, Leaf, Meet, Replica, Shard
-from lockstep.errors import OutOfMemory
+from lockstep.errors import OutOfMemory, PeersLost
 from lockstep.exchange.nodes import Node, maximal_nodes, sum_of
 from lockstep.exchange.schedule import Round, Schedule
 from lockstep.named import user_source_line
@@ -120,7 +120,7 @@ def what_would_fit(
         fits = -(-batch.num_samples // num_samples)
         try:  # beside as many vectors as a step has at most: nodes of the tree, the total, the optimizer's
             try_a_shard(num_samples, fits.bit_length() + 5)
-        except threading.BrokenBarrierError:  # it cannot be tried without the other ranks
+        except (threading.BrokenBarrierError, PeersLost):  # it cannot be tried without the other ranks
             return more
         except Exception as problem:  # without memory, other things go wrong too
             traceback.clear_frames(problem.__traceback__)  # they hold what was computed so far

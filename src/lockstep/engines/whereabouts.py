@@ -100,7 +100,8 @@ def find_late(store: Store, names: list[str], devices: list[str], own: int) -> t
             sentences.append(f"{who} has never been heard of")
             continue
         is_silent = then is not None and then["count"] == said["count"]
-        is_behind = (said["step"], said["phase"] == "exchange") < (here["step"], True)
+        # who writes a checkpoint is expected to take its time
+        is_behind = (said["step"], said["phase"] in ("exchange", "checkpoint")) < (here["step"], True)
         if is_silent or is_behind:
             at = f", at {said['line']}" if said["line"] else ""
             how = "it gives no sign of life" if is_silent else "it is alive"

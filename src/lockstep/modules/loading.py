@@ -180,6 +180,7 @@ class Loader:
 def _die_with(parent: int, worker: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a scheduler sends it to all: the run ends its loaders itself
     die_with(parent)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it may go to all processes of the run, which then saves and stops
 
 
 class WantedShards(Sampler[Wanted]):
