@@ -618,8 +618,8 @@ def test_code_that_a_record_names_is_not_run(own, tmp_path):
     before = snapshot(folder)
     answer = own("train", "--resume", "--out", "run")
     assert answer.err == (
-        "lockstep: The model of the run in run is code of your own, slow_file:make_model. A record does not decide "
-        "what code is run: add --model slow_file:make_model.\n"
+        "lockstep: The run in run has code of your own: model slow_file:make_model and data slow_file:make_data. A record "
+        "does not name code to run: add --model slow_file:make_model --data slow_file:make_data.\n"
     )
     assert answer.status == 2
     (tmp_path / "evil.py").write_text("open('broken-in', 'w')")
@@ -627,7 +627,7 @@ def test_code_that_a_record_names_is_not_run(own, tmp_path):
     for name in ("model", "data", "loss", "optimizer"):
         plain = {"model": "lenet", "data": "fashion-mnist-mini"}
         (folder / "config.json").write_text(json.dumps({**json.loads(config), **plain, name: "evil:f"}))
-        refused(own("train", "--resume", "--out", "run"), f"The {name} of the run in run is code of your own, evil:f.")
+        refused(own("train", "--resume", "--out", "run"), f"The run in run has code of your own: {name} evil:f.")
     assert not (tmp_path / "broken-in").exists()
     (folder / "config.json").write_text(config)
     assert snapshot(folder) == before
@@ -675,7 +675,7 @@ def test_a_folder_has_one_run_at_a_time_and_is_free_when_that_is_killed(own, tmp
     with started(tmp_path, *SLOW, "--devices", 2, "--out", "run", "--checkpoint-every", 1, sleep=0.2) as process:
         wait_for(process, lambda: (tmp_path / "run" / "checkpoints" / "step-000002.safetensors").exists())
         monkeypatch.setattr(runlog, "LOCK_SECONDS", 0.2)
-        refused(own(*SLOW, "--resume", "--out", "run"), "Another run is under way in run. Choose another --out.")
+        refused(own(*SLOW, "--resume", "--out", "run"), "Another run is under way in run. Wait for it, or end it.")
         refused(own(*SLOW, "--out", "run"), "run is not empty: a run is never written over.", "(--resume)")
         assert process.poll() is None, "the first one goes on"
         process.send_signal(signal.SIGKILL)
@@ -721,7 +721,8 @@ def test_a_run_that_is_interrupted_in_mid_epoch_saves_a_checkpoint_and_says_how_
     assert "Traceback" not in err
     found = re.fullmatch(
         r"lockstep: interrupted after step (\d)\. A checkpoint is in (run/checkpoints/step-00000\1\.safetensors)\. "
-        r"Go on with: lockstep train --resume --out run",
+        r"In a program, use resume=True\. "
+        r"Go on with: lockstep train --resume --out run --model slow_file:make_model --data slow_file:make_data",
         err.splitlines()[-1],
     )
     assert found, err

@@ -2,6 +2,7 @@
 
 import os
 import re
+import threading
 
 import pytest
 import torch
@@ -61,14 +62,14 @@ def test_a_replica_that_differs_is_named_with_the_first_parameter(vectors, tmp_p
             **HOW,
         )
     assert re.match(
-        r"step 6: a replica is not equal to the others any more: rank (\d) \(cpu:\1\), first in 3\.weight\. Go on from",
+        r"step 6: a replica is not equal to the others any more: rank (\d) \(cpu:\1\), first in 3\.weight\. Look for",
         str(found.value),
     )
     assert found.value.exit_status == 1
 
 
 @pytest.mark.parametrize("engine", ["inprocess", "processes"])
-def test_healing_restores_it_from_the_others(vectors, tmp_path, engine, capfd):
+def test_healing_goes_back_to_where_all_were_equal(vectors, tmp_path, engine, capfd):
     torch.manual_seed(0)
     module = model()
     healthy = lockstep.train(
@@ -85,7 +86,8 @@ def test_healing_restores_it_from_the_others(vectors, tmp_path, engine, capfd):
         devices=3,
         engine=engine,
         optimizer=failing_device(tmp_path),
-        check_every=1,
+        check_every=3,
+        checkpoint_every=0,
         heal=True,
         out=tmp_path / "run",
         **settings,
@@ -93,22 +95,40 @@ def test_healing_restores_it_from_the_others(vectors, tmp_path, engine, capfd):
     assert (tmp_path / "flipped-0").exists()
     assert (result.weights_sha256, result.buffers_sha256) == (healthy.weights_sha256, healthy.buffers_sha256)
     said = capfd.readouterr().err
-    assert re.search(
-        r"^step 5: restored from rank \d a replica that differed: rank \d \(cpu:\d\), first in 3", said, re.M
-    )
+    assert re.search(r"step 6: a replica is not equal to the others any more: rank \d \(cpu:\d\), first in 3", said)
+    assert "Going back to step 3, where all were equal" in said
     assert '"event": "healed"' in (tmp_path / "run" / "metrics.jsonl").read_text()
 
 
-def test_two_replicas_cannot_say_who_is_right(vectors, tmp_path):
+def test_two_replicas_cannot_say_who_is_right_but_can_go_back(vectors, tmp_path):
     with pytest.raises(LockstepError, match=r"step 5: the replicas are not equal any more: rank 1 \(cpu:1\), first in"):
-        lockstep.train(
-            model=model(), data=vectors, devices=2, optimizer=failing_device(tmp_path), check_every=1, heal=True, **HOW
-        )
+        lockstep.train(model=model(), data=vectors, devices=2, optimizer=failing_device(tmp_path), check_every=1, **HOW)
+    module = model()
+    (tmp_path / "again").mkdir()
+    flips = failing_device(tmp_path / "again")
+    healed = lockstep.train(model=module, data=vectors, devices=2, optimizer=flips, check_every=4, heal=True, **HOW)
+    healthy = lockstep.train(model=module, data=vectors, devices=2, optimizer=flips, **HOW)  # it flips once only
+    assert (tmp_path / "again" / "flipped-0").exists()
+    assert healed.weights_sha256 == healthy.weights_sha256
+
+
+def test_what_fails_again_and_again_is_not_healed_for_ever(vectors):
+    class Fails(torch.optim.SGD):
+        def __init__(self, params):
+            super().__init__(params, lr=0.1)
+
+        def step(self):
+            super().step()
+            if threading.current_thread().name.endswith("rank-1"):
+                self.param_groups[0]["params"][0].data.view(torch.int32)[0, 0] ^= 1
+
+    with pytest.raises(LockstepError, match="this has been healed 10 times"):
+        lockstep.train(model=model(), data=vectors, devices=3, optimizer=Fails, check_every=1, heal=True, **HOW)
 
 
 def test_most_of_them_decide(vectors, tmp_path):
     """Of four, two differ, each in its own way: the other two are not more than half."""
-    with pytest.raises(LockstepError, match="Most would have to agree"):
+    with pytest.raises(LockstepError, match="the replicas are not equal any more"):
         lockstep.train(
             model=model(), data=vectors, devices=4, optimizer=failing_device(tmp_path, flips=2), check_every=1, **HOW
         )

@@ -168,7 +168,7 @@ def how_to_go_on(config: RunConfig) -> str:
     own = [(name, getattr(config, name)) for name in ("model", "data", "loss", "optimizer")]
     given = "".join(f" --{name} {shlex.quote(value)}" for name, value in own if is_place(value))
     command = f"lockstep train --resume --out {shlex.quote(str(config.out))}{given}"
-    return f" Go on with: {command} (in a program: resume=True)."
+    return f" In a program, use resume=True. Go on with: {command}"
 
 
 class Checkpoints:

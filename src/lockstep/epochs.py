@@ -72,7 +72,7 @@ class Training:
         return Checkpoint(
             run=identity_of(config, task.data_sha256, task.num_train),
             made_with=made_with(self._engine.backend.version(), self._engine.devices),
-            progress=self.progress,
+            progress=deepcopy(self.progress),
             weights=self.replicas[0].arrays(),
             memory=self.replicas[0].memory(),
         )
@@ -197,21 +197,16 @@ class Training:
             if self._config.heal:
                 self._equal = self.checkpoint()
             return
-        who = (
-            "a replica is not equal to the others any more"
-            if drift.is_settled
-            else "the replicas are not equal any more"
-        )
+        subject = "a replica is not equal to the others" if drift.is_settled else "the replicas are not equal"
+        who = f"step {step}: {subject} any more: {drift.named}"
         if not self._config.heal:
             raise RunError(
-                f"{who}. Look for a failing device, or for code of your own that treats "
-                f"devices differently.{how_to_go_on(self._config)} --heal goes back by itself to where all were equal."
+                f"{who}. Look for a failing device, or for code of your own that treats devices differently; --heal "
+                f"goes back by itself to where all were equal.{how_to_go_on(self._config)}"
             )
         self._num_healed += 1
         if self._num_healed > MAX_HEALED:
-            raise RunError(
-                f"step {step}: {who}, again and again: {drift.named}. A device fails, or code of your own does."
-            )
+            raise RunError(f"{who}; this has been healed {MAX_HEALED} times. A device fails, or code of your own does.")
         assert self._equal is not None, "they were equal at the beginning"
         equal = self._equal
         raise GoBack(

@@ -119,7 +119,8 @@ class Member:
         late: list[int] = []
         said = str(lost)
         if lost.late:
-            late, said = list(lost.late), "; ".join(f"rank {r} ({generation.devices[r]}) has not come" for r in lost.late)
+            late = list(lost.late)
+            said = "; ".join(f"rank {rank} ({generation.devices[rank]}) has not come" for rank in late)
         elif lost.is_late and not self._store.check([f"generation/{generation.number + 1}"]):
             rank = generation.workers.index(self.worker)
             late, said = find_late(self._store, list(map(str, generation.workers)), list(generation.devices), rank)
