@@ -618,8 +618,8 @@ def test_code_that_a_record_names_is_not_run(own, tmp_path):
     before = snapshot(folder)
     answer = own("train", "--resume", "--out", "run")
     assert answer.err == (
-        "lockstep: The run in run has code of your own: model slow_file:make_model and data slow_file:make_data. A record "
-        "does not name code to run: add --model slow_file:make_model --data slow_file:make_data.\n"
+        "lockstep: The run in run has code of your own: model slow_file:make_model and data slow_file:make_data. A "
+        "record does not name code to run: add --model slow_file:make_model --data slow_file:make_data.\n"
     )
     assert answer.status == 2
     (tmp_path / "evil.py").write_text("open('broken-in', 'w')")

@@ -1,7 +1,6 @@
 """A run in processes that may come and go: when the others change, each of them goes on from the newest state."""
 
 import tempfile
-import traceback
 from dataclasses import replace
 from typing import IO, Any
 
@@ -72,8 +71,6 @@ class Worker:
                     return
                 member.wait_for_the_next(generation)
             except PeersLost as lost:
-                for problem in (lost, lost.__cause__):
-                    traceback.clear_frames(problem.__traceback__ if problem else None)  # they hold the connections
                 member.tell_lost(generation, lost)
 
     def _take_part(self, member: Member, generation: Generation) -> None:

@@ -153,7 +153,7 @@ def check_same_settings(engine: Processes, config: RunConfig, prepared: Prepared
 
 def _who_is_lost(lost: PeersLost, store: Store, devices: list[Device], place: Place) -> RunError:
     if not devices:
-        return RunError(f"rank {place.rank}: {str(lost).rstrip('.')}")
+        return RunError(f"rank {place.rank}: {str(lost).rstrip('.')}. Go on with --resume.")
     is_cut = False
     try:
         names = [str(rank) for rank in range(place.size)]
@@ -162,7 +162,7 @@ def _who_is_lost(lost: PeersLost, store: Store, devices: list[Device], place: Pl
         is_cut = True
         said = "the meeting point of all processes cannot be reached, so other machines, or the way to them, are gone"
     what = "in an exchange, others did not arrive" if lost.is_late else "in an exchange, others were lost"
-    error = RunError(f"rank {place.rank} ({devices[place.rank]}), {what}: {said or lost}.")
+    error = RunError(f"rank {place.rank} ({devices[place.rank]}), {what}: {said or lost}. Go on with --resume.")
     if is_cut:
         error.is_said = False  # nobody can be asked
     return error

@@ -103,32 +103,37 @@ class Group:
             raise PeersLost(f"The ranks cannot reach each other: {_first_line(problem)}.") from problem
 
     def close(self) -> None:
-        """Ends the connections; whoever waits for this rank notices."""
+        """Ends the connections; whoever waits for this rank notices, at once.
+
+        They end when nothing refers to them any more. So no function here keeps one, or what waits for one, in a
+        variable: an exception would keep its frame, and the connection with it.
+        """
         for wire in (self._gloo, self._nccl):
             if wire is not None:
                 with contextlib.suppress(RuntimeError):
                     wire.abort()
-        self._gloo = self._nccl = None  # others notice when nobody here holds them any more
+        self._gloo = self._nccl = None
 
     def transfer(self, sends: Sequence[tuple[int, Tensor]], sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
         """Sends vectors to ranks, and receives float32 vectors of these sizes from ranks, in the order given."""
         if not sends and not sizes:
             return []
-        wire, place = (self._nccl, self.place) if self._on_gpu else (self._gloo, torch.device("cpu"))
+        place = self.place if self._on_gpu else torch.device("cpu")
         received = [torch.empty(size, dtype=torch.float32, device=place) for _, size in sizes]
         sent = [vector.to(place) for _, vector in sends]
         targets, sources = [target for target, _ in sends], [source for source, _ in sizes]
-        self._move(wire, list(zip(targets, sent, strict=True)), list(zip(sources, received, strict=True)))
+        self._move(self._on_gpu, list(zip(targets, sent, strict=True)), list(zip(sources, received, strict=True)))
         return [vector.to(self.place) for vector in received]
 
     def all_reduce(self, vector: Tensor) -> Tensor:
         """The sum over all ranks, in PyTorch's own order of additions."""
-        wire, place = (self._nccl, self.place) if self._on_gpu else (self._gloo, torch.device("cpu"))
-        total = vector.to(place, copy=True)
+        total = vector.to(self.place if self._on_gpu else torch.device("cpu"), copy=True)
+        works: list[Any] = []
         try:
-            assert wire is not None
-            self._wait([wire.allreduce([total])], time.monotonic() + self.timeout)
+            works.append(self._wire(self._on_gpu).allreduce([total]))
+            self._wait(works, time.monotonic() + self.timeout)
         except RuntimeError as problem:
+            works.clear()
             raise self._lost(problem) from problem
         return total.to(self.place)
 
@@ -140,14 +145,14 @@ class Group:
         head = torch.zeros(HEAD, dtype=torch.uint8)
         head[: min(HEAD, len(message))] = torch.from_numpy(message[:HEAD])
         heads = {rank: torch.empty(HEAD, dtype=torch.uint8) for rank in others}
-        self._move(self._gloo, [(rank, head) for rank in others], list(heads.items()))
+        self._move(False, [(rank, head) for rank in others], list(heads.items()))
         lengths = {rank: int.from_bytes(first[:8].numpy().tobytes(), "little") + 8 for rank, first in heads.items()}
         rest = torch.from_numpy(message[HEAD:])
         rests = {
             rank: torch.empty(length - HEAD, dtype=torch.uint8) for rank, length in lengths.items() if length > HEAD
         }
         if len(rest) or rests:
-            self._move(self._gloo, [(rank, rest) for rank in others if len(rest)], list(rests.items()))
+            self._move(False, [(rank, rest) for rank in others if len(rest)], list(rests.items()))
         found = {self.rank: own}
         for rank, first in heads.items():
             whole = torch.cat([first, rests[rank]]) if rank in rests else first
@@ -158,31 +163,36 @@ class Group:
         """On every rank the bytes of rank `source`."""
         return self.gather(own if self.rank == source else b"")[source]
 
-    def _move(self, wire: Any, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
+    def _move(self, on_gpu: bool, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
         """Everything at the same time; over when all has arrived."""
-        if wire is None:
-            raise PeersLost("The connections to the other ranks are closed.")
-        deadline = time.monotonic() + self.timeout
+        works: list[Any] = []
         try:
-            is_nccl = wire is not self._gloo
-            if is_nccl:
-                wire._start_coalescing(self.place)
-            works = [wire.recv([tensor], source, 0) for source, tensor in receives]
-            works += [wire.send([tensor], target, 0) for target, tensor in sends]
-            if is_nccl:
-                works = [wire._end_coalescing(self.place)]
-            self._wait(works, deadline)
+            if on_gpu:
+                self._wire(on_gpu)._start_coalescing(self.place)
+            works += [self._wire(on_gpu).recv([tensor], source, 0) for source, tensor in receives]
+            works += [self._wire(on_gpu).send([tensor], target, 0) for target, tensor in sends]
+            if on_gpu:
+                works[:] = [self._wire(on_gpu)._end_coalescing(self.place)]
+            self._wait(works, time.monotonic() + self.timeout)
         except RuntimeError as problem:
+            works.clear()
             raise self._lost(problem) from problem
 
+    def _wire(self, on_gpu: bool) -> Any:
+        found = self._nccl if on_gpu else self._gloo
+        if found is None:
+            raise PeersLost("The connections to the other ranks are closed.")
+        return found
+
     def _wait(self, works: list[Any], deadline: float) -> None:
-        for work in works:
+        while works:
             if self._on_gpu:  # waiting for NCCL would only make the stream wait
-                while not work.is_completed():
+                while not works[0].is_completed():
                     if time.monotonic() > deadline:
                         raise RuntimeError("Timed out waiting for NCCL")
                     time.sleep(0)
-            work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+            works[0].wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+            del works[0]
 
     def _lost(self, problem: RuntimeError) -> PeersLost:
         self.close()

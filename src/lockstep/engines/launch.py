@@ -169,6 +169,7 @@ class Supervisor:
         self._late: list[int] = []  # ranks of this generation that hang
         self._dropped: set[int] = set()  # workers that were ended for it
         self._notes: list[str] = []  # that nobody has heard yet
+        self._num_told = 0  # of them, to the generation that is about to meet
 
     def supervise(self, quiet: bool = False) -> None:
         """Starts the workers and sees the run through."""
@@ -267,6 +268,7 @@ class Supervisor:
 
     def _next_generation(self, notes: list[str]) -> None:
         self._notes += notes
+        self._num_told = len(self._notes)
         self._generation += 1
         self._by_rank = sorted(self._workers, key=lambda worker: self._workers[worker][1])
         self._lost_at, self._num_heard, self._late = None, 0, []
@@ -279,8 +281,9 @@ class Supervisor:
 
     def _forget_what_was_heard(self) -> None:
         """What happened is told to every generation until one has met, and can say it."""
-        if self._notes and self._store.check([f"met/{self._generation}"]):
-            self._notes = []
+        if self._num_told and self._store.check([f"met/{self._generation}"]):
+            del self._notes[: self._num_told]
+            self._num_told = 0
 
     def _start(self, slot: int) -> None:
         worker, parent = self._num_started, os.getpid()
