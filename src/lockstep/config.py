@@ -71,7 +71,7 @@ class RunConfig:
     checkpoint_every: int | None = None  # steps; nothing: after each epoch; 0: never
     keep_checkpoints: int = 3  # the last so many
     check_every: int = 100  # steps, after which the replicas are compared; 0: never
-    heal: bool = False  # restore a replica that differs from the others
+    heal: bool = False  # when replicas differ, go back to where they were equal
     timeout: float = 60.0  # seconds that ranks wait for one of them in an exchange
     on_hang: str = "stop"  # what then: stop the run, or drop the rank and go on
     max_restarts: int = 3  # workers that are started anew when one dies (engine processes)

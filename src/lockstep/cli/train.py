@@ -78,7 +78,8 @@ def train(
     keep_checkpoints: Annotated[int, typer.Option(help="Keep the last so many checkpoints.")] = 3,
     check_every: Annotated[int, typer.Option(help="Steps after which the replicas are compared; 0: never.")] = 100,
     heal: Annotated[
-        bool, typer.Option("--heal", help="Restore a replica that differs from the others, instead of stopping.")
+        bool,
+        typer.Option("--heal", help="When replicas differ, go back to where they were equal, instead of stopping."),
     ] = False,
     timeout: Annotated[float, typer.Option(help="Seconds that devices wait for one of them in an exchange.")] = 60.0,
     on_hang: Annotated[
