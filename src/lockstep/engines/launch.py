@@ -29,7 +29,7 @@ from lockstep.named import user_traceback
 
 POLL_SECONDS = 0.05
 STORE_SECONDS = 30.0
-GRACE_SECONDS = 2.0  # for a death to be noticed, once others have lost somebody
+GRACE_SECONDS = 5.0  # for a death to be noticed, once others have lost somebody
 NO_MEMORY = 12  # exit status of a worker whose memory ran out: it is not started anew
 
 
