@@ -250,6 +250,7 @@ def test_workers_end_when_the_supervisor_is_killed(tmp_path):
         os.kill(run.process.pid, signal.SIGKILL)
         run.process.communicate(timeout=LIMIT)
         wait_until(lambda: not any(map(is_alive, run.seen)), "the workers to end")
+        assert not any(map(is_alive, run.seen))
 
 
 MODEL = """
