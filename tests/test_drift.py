@@ -10,7 +10,7 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import LockstepError
-from lockstep.modules.replica import checksum
+from lockstep.modules.handling import checksum
 
 HOW = {"batch_size": 10, "shards": 5, "epochs": 3, "quiet": True}
 

@@ -8,7 +8,8 @@ from lockstep.checkpoint import Checkpoint, how_to_go_on, unpacked
 from lockstep.config import RunConfig
 from lockstep.engines import Engine
 from lockstep.engines.group import check_can_fork
-from lockstep.engines.launch import Failed, Generation, Member, Supervisor
+from lockstep.engines.launch import Failed, Supervisor
+from lockstep.engines.member import Generation, Member
 from lockstep.engines.processes import Processes
 from lockstep.epochs import Start, Training
 from lockstep.errors import Interrupted, PeersLost

@@ -14,8 +14,9 @@ from lockstep.data import Dataset
 from lockstep.data.dataset import map_leaves
 from lockstep.errors import ConfigError
 from lockstep.models import BuiltIn
+from lockstep.modules.handling import call, copy_of, modes_of, set_modes
 from lockstep.modules.random import AUGMENTATION, random_numbers_of
-from lockstep.modules.replica import ModuleRecipe, call, copy_of, modes_of, set_modes
+from lockstep.modules.replica import ModuleRecipe
 from lockstep.named import called
 
 

@@ -15,11 +15,12 @@ from lockstep.device import Device
 from lockstep.engines import Engine
 from lockstep.errors import ConfigError
 from lockstep.layout import Array
+from lockstep.modules.handling import arrays_of, copy_of, gradients_of, load
 from lockstep.modules.loading import Loader, as_arrays, check_keyed, check_map_style
 from lockstep.modules.losses import LOSSES, METRICS, PerSample
 from lockstep.modules.optimizers import optimizer_maker
 from lockstep.modules.own import check_optimizer, check_smallest_shard, made_module
-from lockstep.modules.replica import ModuleRecipe, ModuleReplica, arrays_of, copy_of, gradients_of, load
+from lockstep.modules.replica import ModuleRecipe, ModuleReplica
 from lockstep.named import OWN, is_place, load_named
 from lockstep.rates import Rates
 from lockstep.registry import pick
