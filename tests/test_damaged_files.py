@@ -239,11 +239,11 @@ def test_a_thousand_damaged_data_files_give_a_sentence_or_the_very_numbers_that_
     name, content = data.draw(data_files(files))
     assume(content != files.contents[name])
     answer = train(files, name, content)
-    if means_the_same(name, content, files.contents[name]):
-        assert answer[0] == 0, answer[2]
+    if answer[0] == 0:  # a zip file may begin with bytes of something else, which not every reader puts up with
         assert json.loads((files.folder / "run" / "config.json").read_text())["data_sha256"] == files.data_sha256
         assert json.loads(answer[1])["weights_sha256"] == files.weights_sha256[files.form(name)]
     else:
+        assert not means_the_same(name, content, files.contents[name]), answer[2]
         check_refused(answer, path_of(files, name))
         assert not (files.folder / "run").exists()
         assert path_of(files, name).read_bytes() == content

@@ -1,9 +1,11 @@
 """Objects named on the command line, and what a run's record calls what has no name."""
 
+import sys
+
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.named import is_place, load_named, name_of
+from lockstep.named import is_place, load_named, name_of, source_line_of
 
 
 @pytest.fixture(autouse=True)
@@ -47,3 +49,11 @@ def test_names_of_what_was_given():
     assert name_of(pytest.raises) == "_pytest.raises:raises"
     assert name_of(Local) == "a function given in Python"
     assert name_of(Local()) == "a Local given in Python"
+
+
+def test_a_source_line_is_one_of_a_file():
+    """A thread that imports something is in code that has no file."""
+    names = {"frame": sys._getframe}
+    exec(compile("found = frame()", "<frozen importlib._bootstrap>", "exec"), names)
+    assert source_line_of(names["found"]).startswith(f"{__file__}:")
+    assert source_line_of(None) == ""

@@ -90,6 +90,8 @@ def user_source_line(error: BaseException) -> str:
 
 def source_line_of(frame: FrameType | None) -> str:
     """`file:line` that a thread is at: in the user's code that we called, where there is some, else the innermost."""
+    while frame is not None and frame.f_code.co_filename.startswith("<"):  # <frozen importlib>: there is no such file
+        frame = frame.f_back
     innermost = "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
     while frame is not None and not frame.f_code.co_filename.startswith(str(Path(__file__).parent)):
         if _is_users(frame.f_code.co_filename):
