@@ -37,6 +37,7 @@ IDENTITY = (
     "clip_norm",
     "batch_norm",
     "precision",
+    "compile",
     "num_shards",
     "seed",
     "backend",

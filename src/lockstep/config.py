@@ -28,6 +28,7 @@ BATCH_NORMS = {
 }
 PRECISIONS = {
     "fp32": "float32 throughout",
+    "tf32": "float32 parameters, products rounded to TensorFloat-32 (NVIDIA GPUs)",
     "bf16": "bfloat16 where it is safe (autocast), float32 parameters",
 }
 
@@ -56,6 +57,7 @@ class RunConfig:
     clip_norm: float | None = None  # gradients with a larger norm are made shorter
     batch_norm: str = "shard"  # whose statistics: a shard's, or the whole batch's (sync)
     precision: str = "fp32"
+    compile: bool = False  # the model is made into code of its own, whose bits are its own too
     num_epochs: int = 10
     num_shards: int = 8  # parts of a batch: part of the run, as the number of devices is not
     seed: int = 0
@@ -65,6 +67,7 @@ class RunConfig:
     engine: str = "inprocess"
     exchange: str = "sharded"
     balance: str = "equal"  # how many shards each device gets
+    capture: bool = True  # steps on one GPU are recorded and replayed
     workers: int | None = None  # processes that load samples which are not in memory; nothing: one a core, four at most
     data_dir: Path | None = None  # where the files of a named data set lie
     out: Path | None = None  # the folder to record the run in

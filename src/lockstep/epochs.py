@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
@@ -9,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from lockstep.backends import peak_memory, reset_peak_memory
+from lockstep.backends import Pending, peak_memory, reset_peak_memory
 from lockstep.checkpoint import Checkpoint, Checkpoints, Progress, how_to_go_on, identity_of, made_with, unpacked
 from lockstep.config import RunConfig
 from lockstep.data.order import sample_order
@@ -23,7 +24,7 @@ from lockstep.prepare import Prepared
 from lockstep.report.events import EpochDone, Event, Incident, Result, RunDone, RunStarted, RunStopped, StepDone
 from lockstep.samples import Feed
 from lockstep.split.batch import split_into_shards
-from lockstep.steps import train_step
+from lockstep.steps import Steps, steps_for
 
 Events = Generator[Event, None, None]
 MAX_HEALED = 10  # times in a run: what fails more often is broken
@@ -63,6 +64,8 @@ class Training:
         self.replicas: list[Replica] = []
         self._equal: Checkpoint | None = None  # where all replicas were last found equal, if drift is to be healed
         self._num_healed = 0
+        self._steps: Steps
+        self._is_told = False  # that steps are not recorded
 
     def checkpoint(self) -> Checkpoint | None:
         """The run after its last step; None where not even the replicas are there yet."""
@@ -91,6 +94,8 @@ class Training:
                 self._equal = self.checkpoint()
             train_set = task.train_set(engine)
             closing.callback(train_set.close)
+            self._steps = steps_for(engine, self.replicas, self._config.num_shards, train_set.in_memory)
+            closing.callback(self._forget_steps)
             test_set = None if task.test_set is None else task.test_set(engine)
             if test_set is not None:
                 closing.callback(test_set.close)
@@ -101,6 +106,7 @@ class Training:
                         yield from self._epoch(train_set, test_set)
                     except GoBack as back:
                         self._go_back(back.checkpoint)
+                        self._steps = steps_for(engine, self.replicas, self._config.num_shards, train_set.in_memory)
                         yield Incident("healed", str(back))
                 peaks = peak_memory(engine.backend, own_devices)
                 if len(own_devices) < engine.num_ranks and "cpu" in peaks:  # every rank is a process
@@ -141,28 +147,31 @@ class Training:
         epoch, began = progress.epoch, time.perf_counter() - progress.seconds
         order = sample_order(config.seed, epoch - 1, task.num_train)
         done = (progress.step - (epoch - 1) * self._steps_per_epoch) * config.batch_size
+        under_way: deque[tuple[int, Pending]] = deque()  # steps that were begun, with their samples
         for batch in train_set.batches(
             order[done:], config.batch_size, lambda size: split_into_shards(size, config.num_shards), epoch
         ):
-            losses = train_step(engine, self.replicas, progress.step + 1, batch, config.num_shards)
-            progress.step += 1
-            progress.losses += losses
-            progress.seconds = time.perf_counter() - began
-            if progress.step == 1:
-                progress.first_loss = math.fsum(losses) / batch.num_samples
-            if not all(map(math.isfinite, losses)):
-                yield from self._stop("the loss is no longer a number")
-            yield StepDone(epoch, progress.step, batch.num_samples)
+            begun = progress.step + len(under_way) + 1
+            under_way.append((batch.num_samples, self._steps(begun, batch)))
+            is_due = any(every and begun % every == 0 for every in (config.check_every, config.checkpoint_every))
+            is_stopping = self._start.is_stopping()
+            while under_way and (len(under_way) > self._steps.ahead or is_due or is_stopping):
+                yield from self._finish_step(*under_way.popleft(), began)
+            if self._steps.problem and not self._is_told:
+                self._is_told = True
+                yield Incident("not recorded", f"steps are not recorded, but run as they are: {self._steps.problem}")
             if moved := engine.balance.news():
                 yield Incident("balance", f"step {progress.step}: {moved}")
-            if config.check_every and progress.step % config.check_every == 0:
+            if config.check_every and begun % config.check_every == 0:
                 self._compare()
-            if config.checkpoint_every and progress.step % config.checkpoint_every == 0:
+            if config.checkpoint_every and begun % config.checkpoint_every == 0:
                 self._save()
-            if self._start.is_stopping():
+            if is_stopping:
                 if len(engine.local_ranks) == engine.num_ranks:  # the others of several processes do not know of it
                     self._compare()
                 yield from self._interrupted(self._saved_now())
+        while under_way:
+            yield from self._finish_step(*under_way.popleft(), began)
         now = self.replicas[0].arrays()
         if not all(np.isfinite(now[name]).all() for name in task.parameters):
             yield from self._stop("a weight is no longer a number")
@@ -182,6 +191,18 @@ class Training:
         yield finished
         if config.checkpoint_every != 0:
             self._save()
+
+    def _finish_step(self, num_samples: int, pending: Pending, began: float) -> Events:
+        """Waits for a step that was begun, and takes note of it."""
+        progress, losses = self.progress, pending.read()
+        progress.step += 1
+        progress.losses += losses
+        progress.seconds = time.perf_counter() - began
+        if progress.step == 1:
+            progress.first_loss = math.fsum(losses) / num_samples
+        if not all(map(math.isfinite, losses)):
+            yield from self._stop("the loss is no longer a number")
+        yield StepDone(progress.epoch, progress.step, num_samples)
 
     def _save(self) -> None:
         """A checkpoint, once the replicas were found to agree: one that has drifted is never saved."""
@@ -227,6 +248,9 @@ class Training:
         self.progress = deepcopy(checkpoint.progress)
         weights, memory = checkpoint.weights, checkpoint.memory
         self.replicas[:] = self._engine.replicate(lambda device: self._task.replica(device, weights, memory))
+
+    def _forget_steps(self) -> None:
+        del self._steps  # recordings hold memory of the GPU
 
     def _stopped(self, reason: str) -> RunStopped:
         progress = self.progress

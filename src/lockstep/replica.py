@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.backends import Backend, Tensor
+from lockstep.backends import Backend, LossSum, Tensor
 from lockstep.engines import Gathered, Leaf, Meet, Shard
 from lockstep.layout import Array, Layout, sha256_of
 from lockstep.models import CrossEntropySum, Forward
@@ -24,6 +24,7 @@ class FlatRecipe:
     rule: Rule
     rates: Rates = field(default_factory=Rates)
     clip_norm: float | None = None
+    compiles: bool = False  # the model is made into code of its own
 
 
 class FlatReplica:
@@ -31,12 +32,16 @@ class FlatReplica:
 
     def __init__(self, recipe: FlatRecipe, flat: Tensor, memory: Any = None) -> None:
         self._recipe, self.flat = recipe, flat
-        self._loss_sum = CrossEntropySum(recipe.forward)
         self._state: State = recipe.rule.start(flat)
         if memory is not None:
             self._state = self._restored(memory)
-        capture = recipe.backend.capabilities.capture
-        self._scores = recipe.backend.capture(recipe.forward) if capture else recipe.forward
+        self._loss_sum: LossSum = CrossEntropySum(recipe.forward)
+        self._scores = recipe.forward
+        captures = recipe.backend.capabilities.capture
+        if recipe.compiles or captures == "always":
+            self._scores = recipe.backend.capture(self._scores)
+        if recipe.compiles and captures != "always":
+            self._loss_sum = recipe.backend.capture(self._loss_sum)
 
     def leaves(self, step: int, shards: Iterator[Shard], meet: Meet) -> Iterator[Leaf]:
         backend, layout = self._recipe.backend, self._recipe.layout
@@ -47,7 +52,9 @@ class FlatReplica:
     def update(self, step: int, total: Tensor, batch: Gathered) -> None:
         gradient = clipped(total / batch.num_samples, self._recipe.clip_norm)  # the only division, by all samples
         factor = self._recipe.rates.factor(step)
-        self.flat, self._state = self._recipe.rule(self.flat, gradient, self._state, step, factor)
+        flat, state = self._recipe.rule(self.flat, gradient, self._state, step, factor)
+        assign = self._recipe.backend.assign  # the same memory, where the framework can: a recording reads from there
+        self.flat, self._state = assign(self.flat, flat), tuple(map(assign, self._state, state))
 
     def measure(self, X: Any, y: Any) -> dict[str, float]:
         backend = self._recipe.backend
@@ -61,6 +68,21 @@ class FlatReplica:
 
     def fingerprints(self) -> list[str]:
         return [sha256_of([array]) for array in self.arrays().values()]
+
+    def recordable(self) -> str:
+        return ""
+
+    def record(self, step: int) -> None:
+        """A shard leaves nothing behind in it."""
+
+    def replay(self, step: int) -> None:
+        """It has nothing that depends on the step."""
+
+    def forget(self) -> None:
+        """It remembers nothing of a step that was not updated."""
+
+    def generators(self) -> list[Any]:
+        return []
 
     def memory(self) -> Any:
         return {"optimizer": [self._recipe.backend.to_numpy(vector).copy() for vector in self._state]}

@@ -43,5 +43,7 @@ def run(config: RunConfig, given: Given | None = None, quiet: bool = False, resu
         interrupts = undo.enter_context(Interrupts(says=not quiet))
         start = replace(start, is_stopping=lambda: interrupts.requested)
         balance = balance_for(config.balance)
-        with InProcess(prepared.backend, prepared.devices, config.exchange, balance, config.timeout) as engine:
+        with InProcess(
+            prepared.backend, prepared.devices, config.exchange, balance, config.timeout, records=config.capture
+        ) as engine:
             return report(Training(config, prepared, engine, start).events(), log, quiet)

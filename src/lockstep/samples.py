@@ -5,6 +5,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
+
 from lockstep.backends import Tensor
 from lockstep.data.dataset import leaves_of, map_leaves
 from lockstep.engines import Batch, Engine
@@ -49,27 +51,42 @@ class Samples:
 
     in_memory = True
 
-    def __init__(self, engine: Engine, X: Any, y: Any) -> None:
+    def __init__(self, engine: Engine, X: Any, y: Any, compiles: bool = False) -> None:
         self._engine, self.num_samples = engine, len(leaves_of(X)[0])
+        self._take = engine.backend.capture(engine.backend.take) if compiles else engine.backend.take
+        self._windows: dict[int, list[Tensor]] = {}
         placed = {id(array): engine.place(array) for array in leaves_of((X, y))}
         self._of_rank = [
             map_leaves((X, y), partial(_of_rank, placed, number)) for number in range(len(engine.local_ranks))
         ]
 
     def batches(self, order: Array, batch_size: int, split: Split, epoch: int = 0) -> Iterator[Batch]:
-        take, places = self._engine.backend.take, self._engine.place(order)
+        backend, places = self._engine.backend, self._engine.place(order)
         for first in range(0, len(order), batch_size):
+            size = min(batch_size, len(order) - first)
 
-            def fetch(rank: int, start: int, stop: int, first: int = first) -> tuple[Any, Any]:
+            def refill(first: int = first, size: int = size) -> None:
+                """Puts the numbers of the batch's samples where a recording looks for them."""
+                backend.assign(self._window(size)[0], backend.chunk(places[0], first, first + size))
+
+            def fetch(rank: int, start: int, stop: int, first: int = first, size: int = size) -> tuple[Any, Any]:
                 number = self._engine.local_ranks.index(rank)
+                if self._engine.is_recording:
+                    return self._gathered(number, self._window(size)[number], start, stop)
+                return self._gathered(number, places[number], first + start, first + stop)
 
-                def gather(tensor: Tensor) -> Tensor:
-                    return take(tensor, places[number], first + start, first + stop)
+            yield Batch(size, fetch, refill)
 
-                X, y = map_leaves(self._of_rank[number], gather)
-                return X, y
+    def _gathered(self, number: int, order: Tensor, start: int, stop: int) -> tuple[Any, Any]:
+        own = self._engine.backend.chunk(order, start, stop)
+        X, y = map_leaves(self._of_rank[number], lambda tensor: self._take(tensor, own, 0, stop - start))
+        return X, y
 
-            yield Batch(min(batch_size, len(order) - first), fetch)
+    def _window(self, size: int) -> list[Tensor]:
+        """For each local rank, the numbers of the samples of a batch of this size; all ranks are on one device."""
+        if size not in self._windows:
+            self._windows[size] = self._engine.place(np.zeros(size, np.int64))
+        return self._windows[size]
 
     def close(self) -> None:
         """Nothing was started."""

@@ -72,6 +72,8 @@ def flat_task(config: RunConfig, backend: Backend, model: Model, data: Dataset, 
             raise ConfigError(
                 f"{model.name} is written for every framework, and knows no {setting} {value}. Leave it out."
             )
+    if config.compile and backend.capabilities.capture == "no":
+        raise ConfigError(f"{backend.name} does not compile a model. Leave --compile out, or use torch or jax.")
     if given.scheduler is not None or given.metrics is not None or config.optimizer not in RULES:
         pick(RULES, config.optimizer, f"optimizer for {model.name}")
         raise ConfigError(
@@ -89,7 +91,9 @@ def flat_task(config: RunConfig, backend: Backend, model: Model, data: Dataset, 
         rule=RULES[config.optimizer](config.learning_rate, config.momentum, config.weight_decay),
         rates=Rates(config.schedule, config.warmup, num_steps(config, data.num_train)),
         clip_norm=config.clip_norm,
+        compiles=config.compile,
     )
+    compiles = config.compile and backend.capabilities.capture == "on request"
 
     def replica(device: Device, weights: dict[str, Array], memory: Any) -> FlatReplica:
         flat = backend.from_numpy(layout.flatten([weights[name] for name in layout.names]), device)
@@ -100,8 +104,8 @@ def flat_task(config: RunConfig, backend: Backend, model: Model, data: Dataset, 
         initial=initial,
         parameters=list(initial),
         replica=replica,
-        train_set=lambda engine: Samples(engine, data.X_train, data.y_train),
-        test_set=(lambda engine: Samples(engine, data.X_test, data.y_test)) if data.num_test else None,
+        train_set=lambda engine: Samples(engine, data.X_train, data.y_train, compiles),
+        test_set=(lambda engine: Samples(engine, data.X_test, data.y_test, compiles)) if data.num_test else None,
         num_train=data.num_train,
         num_test=data.num_test,
         data_sha256=data.sha256,

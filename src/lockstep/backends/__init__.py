@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from lockstep.backends.hardware import cpu, peak_of_process
-from lockstep.backends.protocol import Backend, Capabilities, LossSum, Ops, Tensor
+from lockstep.backends.protocol import Backend, Capabilities, LossSum, Ops, Pending, Recorder, Tensor
 from lockstep.device import MAX_DEVICES, Device, check_devices, choose_devices
 from lockstep.errors import BackendError, ConfigError
 from lockstep.registry import pick
@@ -21,6 +21,8 @@ __all__ = [
     "Capabilities",
     "LossSum",
     "Ops",
+    "Pending",
+    "Recorder",
     "Tensor",
     "backend_of",
     "backend_of_all",
@@ -41,6 +43,7 @@ BACKENDS = {
     "numpy": "pip install numpy",
 }
 DEFAULT_BACKEND = "torch"
+_LOADED: dict[str, Backend] = {}  # what `load_backend` has given: a compiler can look this up
 
 
 @cache
@@ -64,6 +67,7 @@ def load_backend(name: str) -> Backend:
     if tuple(map(int, re.findall(r"\d+", backend.version())[: len(backend.oldest)])) < backend.oldest:
         oldest = ".".join(map(str, backend.oldest))
         raise BackendError(f"{name} {backend.version()} is too old for Lockstep. Install {oldest} or newer.")
+    _LOADED[name] = backend
     return backend
 
 
@@ -85,7 +89,7 @@ def backend_of(tensor: Any) -> Backend:
     for parent in type(tensor).__mro__:
         name = parent.__module__.partition(".")[0]
         if name in BACKENDS and hasattr(tensor, "shape") and hasattr(tensor, "dtype"):
-            return load_backend(name)
+            return _LOADED.get(name) or load_backend(name)
     raise BackendError(
         f"A {type(tensor).__name__} is not a tensor of a known framework. There are: {', '.join(BACKENDS)}."
     )

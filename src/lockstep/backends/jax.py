@@ -66,7 +66,7 @@ class JaxBackend:
 
     name = "jax"
     oldest = (0, 5)
-    capabilities = Capabilities(gpus=True, capture=True, sees_random_draws=False)
+    capabilities = Capabilities(gpus=True, capture="always", sees_random_draws=False)
     ops = JaxOps()
 
     # --- the machine ---
@@ -101,6 +101,9 @@ class JaxBackend:
 
     def peak_gpu_memory(self, device: Device, reset: bool = False) -> int | None:
         return (_place(device).memory_stats() or {}).get("peak_bytes_in_use")  # of the process: it cannot be reset
+
+    def recorder(self, devices: list[Device]) -> None:
+        return None
 
     def capture(self, function: Function) -> Function:
         compiled = jax.jit(function, compiler_options=_FIXED)

@@ -62,7 +62,7 @@ class MxnetBackend:
 
     name = "mxnet"
     oldest = (1, 9)
-    capabilities = Capabilities(gpus=True, capture=False, sees_random_draws=False)
+    capabilities = Capabilities(gpus=True, capture="no", sees_random_draws=False)
     ops = MxnetOps()
     _lock = threading.Lock()
 
@@ -119,6 +119,9 @@ class MxnetBackend:
 
     def peak_gpu_memory(self, device: Device, reset: bool = False) -> int | None:
         return None  # MXNet does not keep count
+
+    def recorder(self, devices: list[Device]) -> None:
+        return None
 
     def capture(self, function: Function) -> Function:
         raise BackendError("Lockstep does not capture with MXNet. Call the function as it is, or use jax.")

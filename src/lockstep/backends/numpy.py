@@ -126,7 +126,7 @@ class NumpyBackend:
 
     name = "numpy"
     oldest = (1, 23)
-    capabilities = Capabilities(gpus=False, capture=False, sees_random_draws=True)
+    capabilities = Capabilities(gpus=False, capture="no", sees_random_draws=True)
     ops = NumpyOps()
     _lock = threading.Lock()
 
@@ -160,6 +160,9 @@ class NumpyBackend:
 
     def peak_gpu_memory(self, device: Device, reset: bool = False) -> int | None:
         return None  # there are no GPUs
+
+    def recorder(self, devices: list[Device]) -> None:
+        return None
 
     def capture(self, function: Function) -> Function:
         raise BackendError("numpy cannot capture a function. Call it as it is, or use a framework that can (jax).")

@@ -55,7 +55,7 @@ class PaddleBackend:
 
     name = "paddle"
     oldest = (3, 0)
-    capabilities = Capabilities(gpus=True, capture=False, sees_random_draws=True)
+    capabilities = Capabilities(gpus=True, capture="no", sees_random_draws=True)
     ops = PaddleOps()
     _lock = threading.Lock()
 
@@ -109,6 +109,9 @@ class PaddleBackend:
         if reset:
             paddle.device.cuda.reset_max_memory_allocated(device.number)
         return int(paddle.device.cuda.max_memory_allocated(device.number))
+
+    def recorder(self, devices: list[Device]) -> None:
+        return None
 
     def capture(self, function: Function) -> Function:
         raise BackendError("Lockstep does not capture with Paddle. Call the function as it is, or use jax.")

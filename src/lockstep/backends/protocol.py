@@ -22,7 +22,7 @@ class Capabilities(NamedTuple):
     """What differs between frameworks, as `lockstep devices` shows it."""
 
     gpus: bool  # computes on GPUs too
-    capture: bool  # records a function once and replays it
+    capture: str  # makes a function into code of its own once: "always", "on request" (--compile), or "no"
     sees_random_draws: bool  # can tell that a model drew from the framework's own random numbers
     engines: tuple[str, ...] = ("inprocess",)
 
@@ -37,6 +37,50 @@ class Ops(Protocol):
     def linear(self, X: Tensor, weight: Tensor, bias: Tensor) -> Tensor: ...
     def cross_entropy_sum(self, logits: Tensor, y: Tensor) -> Tensor: ...
     def num_correct(self, logits: Tensor, y: Tensor) -> Tensor: ...
+
+
+class Pending(Protocol):
+    """Numbers that a device has not computed yet, maybe."""
+
+    def read(self) -> list[float]:
+        """The numbers, as soon as they are there."""
+        ...
+
+
+class Recorder(Protocol):
+    """Records what is asked of a GPU, and asks for all of it at once from then on."""
+
+    def stream(self) -> AbstractContextManager[None]:
+        """What this thread asks for meanwhile is done in that order, one thing after the other."""
+        ...
+
+    def fork(self) -> AbstractContextManager[None]:
+        """Within it, `beside` may be used; afterwards all that was asked for beside the rest is waited for."""
+        ...
+
+    def beside(self, number: int) -> AbstractContextManager[None]:
+        """What is asked for meanwhile does not wait for other numbers."""
+        ...
+
+    def add_all(self, lefts: list[Tensor], rights: list[Tensor]) -> list[Tensor]:
+        """The sums of these pairs of vectors, asked for at once."""
+        ...
+
+    def keep(self, what: Any) -> None:
+        """Keeps tensors until the recording is over."""
+        ...
+
+    def record(self, work: Callable[[], Any], generators: Callable[[], list[Any]]) -> tuple[Callable[[], None], Any]:
+        """What replays `work`, and its result, whose tensors each replay fills. `work` is called twice."""
+        ...
+
+    def together(self, numbers: list[Tensor]) -> Tensor:
+        """Single numbers as one vector."""
+        ...
+
+    def read_later(self, numbers: Tensor) -> Pending:
+        """A vector that is on its way; whoever asked for it need not wait."""
+        ...
 
 
 class Backend(Protocol):
@@ -78,8 +122,12 @@ class Backend(Protocol):
         """Bytes that were in use at most on a GPU since the last `reset`; None where the framework cannot tell."""
         ...
 
+    def recorder(self, devices: list[Device]) -> Recorder | None:
+        """What can record steps on these devices; None where they have to be run as they are."""
+        ...
+
     def capture(self, function: Function) -> Function:
-        """`function`, recorded when it is first called with arguments of some shape, and replayed from then on."""
+        """`function`, made into code of its own when it is first called with arguments of some shape."""
         ...
 
     # --- tensors ---

@@ -5,6 +5,7 @@ import random
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,10 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.backends.hardware import cpu
-from lockstep.backends.protocol import Capabilities, Function, LossSum
+from lockstep.backends.protocol import Capabilities, Function, LossSum, Recorder
 from lockstep.backends.sessions import one_at_a_time
 from lockstep.device import Device, Hardware
-from lockstep.errors import BackendError
 from lockstep.layout import Array, Layout
 
 
@@ -49,7 +49,9 @@ class TorchBackend:
 
     name = "torch"
     oldest = (2, 9)
-    capabilities = Capabilities(gpus=True, capture=False, sees_random_draws=True, engines=("inprocess", "processes"))
+    capabilities = Capabilities(
+        gpus=True, capture="on request", sees_random_draws=True, engines=("inprocess", "processes")
+    )
     ops = TorchOps()
     _lock = threading.Lock()
 
@@ -128,8 +130,15 @@ class TorchBackend:
             torch.cuda.reset_peak_memory_stats(device.number)
         return torch.cuda.max_memory_allocated(device.number)
 
+    def recorder(self, devices: list[Device]) -> Recorder | None:
+        if devices[0].kind != "cuda" or len(set(devices)) > 1:  # a recording is one GPU's
+            return None
+        from lockstep.backends.torch_recorder import TorchRecorder
+
+        return TorchRecorder(place_of(devices[0]))
+
     def capture(self, function: Function) -> Function:
-        raise BackendError("Lockstep does not capture with PyTorch yet. Call the function as it is, or use jax.")
+        return _compiled(function)
 
     # --- tensors ---
 
@@ -210,6 +219,24 @@ def start_thread(place: torch.device, stream: torch.cuda.Stream | None) -> None:
     if stream is not None:
         torch.cuda.set_device(place)
         torch.cuda.set_stream(stream)
+
+
+@cache  # one for all replicas
+def _compiled(function: Any) -> Any:
+    # no kernel is chosen by a stopwatch: another process would choose another, and get other bits
+    return torch.compile(function, dynamic=False, options={"deterministic": True})
+
+
+def use_tf32() -> None:
+    """Products of float32 numbers on a GPU are rounded to TensorFloat-32 from now on, until the session ends."""
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    torch.backends.cudnn.conv.fp32_precision = "tf32"
+    torch.backends.cudnn.rnn.fp32_precision = "tf32"
+
+
+def is_recording(place: torch.device) -> bool:
+    """Whether what is asked of this device now is recorded, and not done."""
+    return place.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def place_of(device: Device) -> torch.device:

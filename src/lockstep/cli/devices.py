@@ -97,10 +97,10 @@ def _advice(backend: "Backend", hardware: "list[Hardware]") -> str:
 def _backend_table(found: "dict[str, Backend]") -> "Table":
     from rich.table import Table
 
-    table = Table("backend", "version", "GPUs", "captures", "sees random draws", "engines", box=None, pad_edge=False)
+    table = Table("backend", "version", "GPUs", "compiles", "sees random draws", "engines", box=None, pad_edge=False)
     for name, backend in found.items():
         able = backend.capabilities
         gpus = f"{len(backend.hardware()) - 1} visible" if able.gpus else "cannot"
-        flags = ("yes" if flag else "no" for flag in (able.capture, able.sees_random_draws))
+        flags = (able.capture, "yes" if able.sees_random_draws else "no")
         table.add_row(name, backend.version(), gpus, *flags, ", ".join(able.engines))
     return table

@@ -60,6 +60,12 @@ def train(
     balance: Annotated[
         str, typer.Option(help="Shards for each device: equal, or measured, more for those that are faster.")
     ] = "equal",
+    compile: Annotated[
+        bool, typer.Option("--compile", help="Make the model into code of its own first: faster steps, other bits.")
+    ] = False,
+    capture: Annotated[
+        bool, typer.Option("--capture/--no-capture", help="Record a step on one GPU once, and replay it.")
+    ] = True,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the run. Without it: runs/ and a name.", show_default=False)
     ] = None,
@@ -110,6 +116,8 @@ def train(
         clip_norm=clip_norm,
         batch_norm=batch_norm,
         precision=precision,
+        compile=compile,
+        capture=capture,
         num_epochs=epochs,
         num_shards=shards,
         seed=seed,

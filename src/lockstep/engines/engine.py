@@ -20,6 +20,7 @@ class Batch:
 
     num_samples: int
     fetch: Callable[[int, int, int], tuple[Any, Any]]  # (rank, start, stop) -> X, y on the rank's device
+    refill: Callable[[], None] | None = None  # makes a `fetch` that was recorded find the samples of this batch
 
 
 class Shard(NamedTuple):
@@ -67,6 +68,26 @@ class Replica(Protocol):
         """A short hash of each of these arrays: equal for equal bits, and as good as never otherwise."""
         ...
 
+    def recordable(self) -> str:
+        """Why its shards cannot be recorded and replayed; nothing if they can."""
+        ...
+
+    def record(self, step: int) -> None:
+        """A step is about to be recorded: its shards are computed beside each other, more than once."""
+        ...
+
+    def replay(self, step: int) -> None:
+        """A recording of its shards is about to be replayed for this step."""
+        ...
+
+    def forget(self) -> None:
+        """There is no recording after all, and nothing was computed."""
+        ...
+
+    def generators(self) -> list[Any]:
+        """The framework's sources of random numbers that its shards draw from in a recording."""
+        ...
+
     def memory(self) -> Any:
         """What it needs beside these to go on in a new replica, as plain values and arrays: the optimizer's state."""
         ...
@@ -78,7 +99,7 @@ class Gradients:
 
     ranges: tuple[range, ...]  # the shards of every rank, not only of the local ones
     nodes: list[dict[Node, Tensor]]  # the nodes of the tree that a rank can add up alone
-    losses: list[list[float]]  # one for each shard, summed over its samples
+    losses: list[list[Any]]  # one for each shard, summed over its samples: numbers, or tensors in a recording
     rows: list[list[Any]]  # one for each shard of a model that has buffers
     used: list[list[int]]  # numbers of the parameters that got a gradient
     seconds: list[float]  # that each rank took
@@ -88,7 +109,7 @@ class Exchanged(NamedTuple):
     """What every rank knows of all shards after the exchange. From here on, a step needs nobody else."""
 
     totals: list[Tensor]  # the sum of all shards' gradients, for each local rank
-    losses: list[float]  # of all shards, in shard order
+    losses: list[Any]  # of all shards, in shard order: numbers, or tensors in a recording
     rows: list[Any]
     used: frozenset[int]
 
@@ -114,6 +135,7 @@ class Engine(Protocol):
     num_ranks: int
     local_ranks: range
     balance: Balance  # which shards a rank gets
+    is_recording: bool  # now: what is asked for is asked for once, and done again and again
 
     def __enter__(self) -> Self: ...
     def __exit__(self, *error: object) -> None: ...

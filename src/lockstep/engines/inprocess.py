@@ -7,19 +7,27 @@ every rank has finished it.
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
 import numpy as np
 
-from lockstep.backends import Backend, Tensor
+from lockstep.backends import Backend, Recorder, Tensor
 from lockstep.data.dataset import map_leaves
 from lockstep.device import Device
 from lockstep.engines.engine import Batch, Exchanged, Gathered, Gradients, Replica
 from lockstep.engines.meeting import Meeting
-from lockstep.engines.rank import OwnShards, compute_own_shards, cut_into_chunks, take_part, total_of
+from lockstep.engines.rank import (
+    OwnShards,
+    add_up_leaves,
+    compute_beside_each_other,
+    compute_own_shards,
+    cut_into_chunks,
+    take_part,
+    total_of,
+)
 from lockstep.engines.threads import RankThread
 from lockstep.errors import Late, LockstepError, RankError
 from lockstep.exchange import schedule_for
@@ -38,9 +46,12 @@ class InProcess:
         exchange: str = "sharded",
         balance: Balance | None = None,
         timeout: float | None = None,
+        records: bool = False,
     ) -> None:
         self.backend, self.devices, self.exchange_name, self.timeout = backend, devices, exchange, timeout
-        self.balance = balance or Balance()
+        self.balance, self._records = balance or Balance(), records
+        self.recorder: Recorder | None = None
+        self.is_recording = False
         self.num_ranks = len(devices)
         self.local_ranks = range(self.num_ranks)
         self._undo = ExitStack()
@@ -55,6 +66,7 @@ class InProcess:
                 self._workers.append(RankThread(f"lockstep-rank-{rank}"))
                 self._undo.callback(self._end, rank)
             self.each("start", lambda rank, device: self.backend.start_worker(device))
+            self.recorder = self.backend.recorder(self.devices) if self._records else None
         except BaseException:
             self.close()
             raise
@@ -65,6 +77,7 @@ class InProcess:
 
     def close(self) -> None:
         """Ends the worker threads and puts the framework's settings back. Twice does no harm."""
+        self.recorder = None
         self._undo.close()
         self._workers.clear()
 
@@ -73,6 +86,8 @@ class InProcess:
 
     def each(self, phase: str, work: Callable[..., Any], *lists: Sequence[Any]) -> list[Any]:
         """`work(rank, device, ...)` for every rank at the same time, each on its own thread."""
+        if self.is_recording:
+            return self._each_in_turn(phase, work, *lists)
 
         def run(rank: int, *entries: Any) -> Any:
             result = work(rank, self.devices[rank], *entries)
@@ -101,6 +116,28 @@ class InProcess:
             raise Late(self._say_who_is_late(phase))
         return [future.result() for future in futures]
 
+    def _each_in_turn(self, phase: str, work: Callable[..., Any], *lists: Sequence[Any]) -> list[Any]:
+        """`work` for every rank on this thread: a recorder is told what to do, and does not do it yet."""
+        results = []
+        for rank, device in enumerate(self.devices):
+            try:
+                results.append(work(rank, device, *(entries[rank] for entries in lists)))
+            except LockstepError:
+                raise
+            except Exception as problem:
+                raise RankError(rank, device, phase, problem, user_source_line(problem)) from problem
+        return results
+
+    @contextmanager
+    def recording(self, recorder: Recorder) -> Iterator[None]:
+        """While it is entered, this thread works for all ranks, and waits for none of them."""
+        with recorder.stream():
+            self.is_recording = True
+            try:
+                yield
+            finally:
+                self.is_recording = False
+
     def _say_who_is_late(self, phase: str) -> str:
         frames = sys._current_frames()
         places = [source_line_of(frames.get(self._workers[rank].thread.ident or 0)) for rank in self._late]
@@ -128,6 +165,8 @@ class InProcess:
     def forward_backward(self, replicas: Sequence[Replica], step: int, batch: Batch, shards: list[range]) -> Gradients:
         self._step = step
         ranges = self.balance.ranges(len(shards), self.num_ranks)
+        if self.is_recording and self.recorder is not None:
+            return self._record_shards(self.recorder, replicas, step, batch, shards, ranges)
         busy = [rank for rank in self.local_ranks if ranges[rank]]
         meeting = Meeting(self.backend, len(busy), self.timeout)
 
@@ -142,8 +181,30 @@ class InProcess:
 
         return Gradients(ranges, *map(list, zip(*self.each("forward and backward", work, replicas), strict=True)))
 
+    def _record_shards(
+        self,
+        recorder: Recorder,
+        replicas: Sequence[Replica],
+        step: int,
+        batch: Batch,
+        shards: list[range],
+        ranges: tuple[range, ...],
+    ) -> Gradients:
+        with recorder.fork():
+            leaves = self.each(
+                "forward and backward",
+                lambda rank, device, replica: compute_beside_each_other(
+                    recorder, replica, step, batch, rank, shards, ranges[rank]
+                ),
+                replicas,
+            )
+        own = [add_up_leaves(recorder, ranges[rank], len(shards), leaves[rank]) for rank in self.local_ranks]
+        recorder.keep(leaves)
+        return Gradients(ranges, *map(list, zip(*own, strict=True)))
+
     def exchange(self, gradients: Gradients) -> Exchanged:
-        self.balance.measured(gradients.ranges, gradients.seconds)
+        if not self.is_recording:
+            self.balance.measured(gradients.ranges, gradients.seconds)
         schedule = schedule_for(self.exchange_name, gradients.ranges)
         size = next(len(vector) for nodes in gradients.nodes for vector in nodes.values())
         held = [cut_into_chunks(self.backend, nodes, size, schedule) for nodes in gradients.nodes]

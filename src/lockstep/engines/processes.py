@@ -42,6 +42,7 @@ class Processes:
         self.num_ranks, self.rank = len(devices), group.rank
         self.local_ranks = range(self.rank, self.rank + 1)
         self.device = devices[self.rank]
+        self.is_recording = False
         self._group = group
         self._undo = ExitStack()
 

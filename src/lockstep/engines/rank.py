@@ -6,11 +6,11 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from lockstep.backends import Backend, Tensor
+from lockstep.backends import Backend, Recorder, Tensor
 from lockstep.device import Device
 from lockstep.engines.engine import Batch, Leaf, Meet, Replica, Shard
-from lockstep.errors import OutOfMemory, PeersLost
-from lockstep.exchange.nodes import Node, maximal_nodes, sum_of
+from lockstep.errors import OutOfMemory, PeersLost, RunError
+from lockstep.exchange.nodes import Node, maximal_nodes, sum_of, sums_by_height
 from lockstep.exchange.schedule import Round, Schedule
 from lockstep.named import user_source_line
 from lockstep.split.batch import part_ranges
@@ -20,13 +20,20 @@ class OwnShards(NamedTuple):
     """What forward and backward leave on one rank."""
 
     nodes: dict[Node, Tensor]
-    losses: list[float]
+    losses: list[Any]
     rows: list[Any]
     used: list[int]
     seconds: float
 
 
 Held = dict[tuple[int, Node], Tensor]  # (chunk, node) -> that part of the vector, on the rank's device
+
+
+def fetch_shards(batch: Batch, rank: int, shards: list[range], own: range) -> Iterator[Shard]:
+    """The rank's own shards, each when it is asked for."""
+    for number in own:
+        X, y = batch.fetch(rank, shards[number].start, shards[number].stop)
+        yield Shard(number, len(shards[number]), X, y)
 
 
 def add_up_own_shards(
@@ -43,13 +50,7 @@ def add_up_own_shards(
     """The rank's nodes, and what else its shards leave. Leaves are added as soon as they can be."""
     began = time.perf_counter()
     done: list[Leaf] = []
-
-    def fetched() -> Iterator[Shard]:
-        for number in own:
-            X, y = batch.fetch(rank, shards[number].start, shards[number].stop)
-            yield Shard(number, len(shards[number]), X, y)
-
-    leaves = replica.leaves(step, fetched(), meet)
+    leaves = replica.leaves(step, fetch_shards(batch, rank, shards, own), meet)
 
     def leaf(number: int) -> Tensor:  # asked for in the order of `own`
         gradient, *rest = next(leaves)
@@ -59,13 +60,41 @@ def add_up_own_shards(
     nodes = {node: sum_of(node, leaf, backend.add) for node in maximal_nodes(own, len(shards))}
     losses = [float(leaf.loss) for leaf in done]
     backend.synchronize(device)
-    return OwnShards(
-        nodes,
-        losses,
-        [leaf.row for leaf in done if leaf.row is not None],
-        sorted(frozenset().union(*(leaf.used for leaf in done))),
-        time.perf_counter() - began,
-    )
+    return OwnShards(nodes, losses, *_beside_gradients(done), time.perf_counter() - began)
+
+
+def compute_beside_each_other(
+    recorder: Recorder, replica: Replica, step: int, batch: Batch, rank: int, shards: list[range], own: range
+) -> list[Leaf]:
+    """The rank's leaves in a recording: on a GPU, shards that do not wait for each other share its time."""
+
+    def fetched() -> Iterator[Shard]:
+        for number in own:
+            with recorder.beside(number):  # until the next one is asked for
+                yield from fetch_shards(batch, rank, shards, range(number, number + 1))
+
+    return list(replica.leaves(step, fetched(), nobody_else))
+
+
+def add_up_leaves(recorder: Recorder, own: range, num_shards: int, leaves: list[Leaf]) -> OwnShards:
+    """The rank's nodes from its leaves, in the order of `own`, and what else its shards leave."""
+
+    def leaf(number: int) -> Tensor:
+        return leaves[number - own.start].gradient
+
+    nodes = sums_by_height(maximal_nodes(own, num_shards), leaf, recorder.add_all)
+    return OwnShards(nodes, [leaf.loss for leaf in leaves], *_beside_gradients(leaves), 0.0)
+
+
+def nobody_else(what: str, own: list[Tensor]) -> list[Tensor]:
+    """Where ranks cannot meet in mid-phase."""
+    raise RunError(f"Shards cannot wait for each other at {what} in a recording.")
+
+
+def _beside_gradients(leaves: list[Leaf]) -> tuple[list[Any], list[int]]:
+    """Rows, and the parameters that got a gradient."""
+    rows = [leaf.row for leaf in leaves if leaf.row is not None]
+    return rows, sorted(frozenset().union(*(leaf.used for leaf in leaves)))
 
 
 def compute_own_shards(

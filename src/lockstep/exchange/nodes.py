@@ -50,6 +50,34 @@ def sum_of(node: Node, leaf: Callable[[int], V], add: Callable[[V, V], V]) -> V:
     return add(left_sum, sum_of(right, leaf, add))
 
 
+def sums_by_height(
+    nodes: list[Node], leaf: Callable[[int], V], add_all: Callable[[list[V], list[V]], list[V]]
+) -> dict[Node, V]:
+    """The same values, with all additions of one height at once: for devices on which asking costs more than adding.
+
+    >>> sums_by_height([Node(0, 5)], leaf=str, add_all=lambda a, b: [f"({x}+{y})" for x, y in zip(a, b)])
+    {Node(first=0, num_leaves=5): '(((0+1)+(2+3))+4)'}
+    """
+    known: dict[Node, V] = {}
+    below: dict[int, list[Node]] = {}  # by height
+
+    def height_of(node: Node) -> int:
+        if node.num_leaves == 1:
+            known[node] = leaf(node.first)
+            return 0
+        height = 1 + max(map(height_of, children(node)))
+        below.setdefault(height, []).append(node)
+        return height
+
+    for node in nodes:
+        height_of(node)
+    for _, level in sorted(below.items()):
+        lefts, rights = zip(*map(children, level), strict=True)
+        added = add_all([known[left] for left in lefts], [known[right] for right in rights])
+        known.update(zip(level, added, strict=True))
+    return {node: known[node] for node in nodes}
+
+
 def maximal_nodes(shards: range, num_shards: int) -> list[Node]:
     """The largest nodes of the tree that lie within `shards`, in order: what one rank can add up alone.
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lockstep.errors import RunError
 from lockstep.modules.statistics import Statistics, keeps_statistics, norms_of
 
+NUM_LOOKS = 8  # at a buffer that may change in a way that PyTorch does not count
 Row = dict[str, Tensor]  # the buffers that a shard changed, by name; "" are the statistics of all norm layers
 
 
@@ -29,6 +30,15 @@ class Buffers:
         ]
         self._others = {name: Other(owner, at) for name, owner, at in places if owner._buffers[at] is not None}
         self._unset = [(name, owner, at) for name, owner, at in places if owner._buffers[at] is None]
+
+    def follow(self, other: "Buffers") -> None:
+        """Starts every step from where those of `other` are."""
+        self._statistics.follow(other._statistics)
+
+    def stop_looking(self) -> None:
+        """Looks no more for what changes without saying so: that has to wait for the device."""
+        for buffer in self._others.values():
+            buffer.stop_looking()
 
     def start_step(self) -> None:
         """Remembers what all shards start from."""
@@ -90,10 +100,14 @@ class Other:
         """Whether the module wrote to it, or put another in its place."""
         if self._owner._buffers[self._short] is not self._tensor or self._tensor._version != self._version:
             return True
-        if not self._is_hidden and self._num_looks < 8:  # comparing has a cost: only for the first shards
+        if not self._is_hidden and self._num_looks < NUM_LOOKS:  # comparing has a cost: only for the first shards
             self._num_looks += 1
             self._is_hidden = not torch.equal(self._tensor, self._start)
         return self._is_hidden
+
+    def stop_looking(self) -> None:
+        """As if it had been compared often enough."""
+        self._num_looks = NUM_LOOKS
 
     def changed_to(self) -> Tensor:
         """A copy of what it is now."""

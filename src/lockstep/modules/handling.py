@@ -22,11 +22,6 @@ def copy_of(module: nn.Module, place: torch.device) -> nn.Module:
     return copied
 
 
-def gradients_of(module: nn.Module) -> list[int]:
-    """Something that changes when a parameter of the module gets a gradient."""
-    return [id(param.grad) for param in module.parameters()]
-
-
 def modes_of(module: nn.Module) -> list[str]:
     """The parts of a module in training mode that are not: somebody wants them in evaluation mode, also in training."""
     return [name for name, part in module.named_modules() if not part.training] if module.training else []

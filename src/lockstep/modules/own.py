@@ -1,5 +1,6 @@
 """What the user gave: a module, or a function that makes one; checked before anything starts, with other functions."""
 
+import contextlib
 import copy
 from functools import partial
 from typing import Any, cast
@@ -15,7 +16,7 @@ from lockstep.data.dataset import map_leaves
 from lockstep.errors import ConfigError
 from lockstep.models import BuiltIn
 from lockstep.modules.handling import call, copy_of, modes_of, set_modes
-from lockstep.modules.random import AUGMENTATION, random_numbers_of
+from lockstep.modules.random import AUGMENTATION, KeyedRandom, random_numbers_of
 from lockstep.modules.replica import ModuleRecipe
 from lockstep.named import called
 
@@ -99,6 +100,22 @@ def check_smallest_shard(config: RunConfig, module: nn.Module, train: Any, num_t
         ) from problem
     except Exception:  # whatever else is wrong with the model is said when it is trained, with the rank and the line
         return
+
+
+def check_compilable(config: RunConfig, module: nn.Module, train: Any) -> None:
+    """Refuses to compile a model that draws random numbers; found by trying, before anything is started."""
+    if config.batch_norm == "sync":
+        raise ConfigError("A compiled model cannot wait for statistics of the whole batch. Leave --compile out.")
+    random = KeyedRandom(torch.device("cpu"))
+    one = copy_of(module, torch.device("cpu")).train()
+    set_modes(one, modes_of(module))
+    with contextlib.suppress(Exception), torch.no_grad(), random.start(config.seed):
+        call(one, map_leaves(_first_sample(train), lambda tensor: torch.cat([tensor, tensor])))
+    if random.has_drawn:
+        raise ConfigError(
+            "The model draws random numbers (dropout?), which a compiled model takes from the order of its work: the "
+            "weights would depend on the number of devices. Leave --compile out, or the dropout."
+        )
 
 
 def _first_sample(train: Any) -> Any:

@@ -91,6 +91,7 @@ class KeyedRandom(TorchDispatchMode):
         self._on_cpu = self._generator if device.type == "cpu" else torch.Generator()
         self._own: list[torch.Generator] = []  # made and seeded by the model itself since the start
         self.has_drawn = False  # ever
+        self.has_drawn_on_host = False  # for a GPU's model: what it decides with that is decided once in a recording
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -103,6 +104,11 @@ class KeyedRandom(TorchDispatchMode):
             self._on_cpu.manual_seed(seed)
         self._own = []
         return self
+
+    @property
+    def generator(self) -> torch.Generator:
+        """What a device's random numbers come from."""
+        return self._generator
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if SEEDED not in func.tags:
@@ -153,7 +159,10 @@ class KeyedRandom(TorchDispatchMode):
     def _for(self, where: Any) -> torch.Generator:
         """The generator for a tensor's device, or for a device; operations without either make CPU tensors."""
         device = where.device if isinstance(where, torch.Tensor) else torch.device(where or "cpu")
-        return self._on_cpu if device.type == "cpu" else self._generator
+        if device.type != "cpu":
+            return self._generator
+        self.has_drawn_on_host = self._on_cpu is not self._generator
+        return self._on_cpu
 
 
 def _with_generator(func: Any) -> Any:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from lockstep.backends.torch import place_of, plain_errors, start_thread
-from lockstep.data.dataset import leaves_of
+from lockstep.backends.torch import BACKEND, is_recording, place_of, plain_errors, start_thread, use_tf32
+from lockstep.data.dataset import leaves_of, map_leaves
 from lockstep.device import Device
 from lockstep.engines import Gathered, Leaf, Meet, Shard
 from lockstep.errors import RunError
@@ -23,7 +23,6 @@ from lockstep.modules.handling import (
     call,
     checksum,
     copy_of,
-    gradients_of,
     load,
     modes_of,
     names_of,
@@ -47,10 +46,21 @@ from lockstep.modules.random import (
     seed_of,
     shard_seed,
 )
+from lockstep.modules.strides import channels_last, flat_in_memory, shaped_like
 from lockstep.modules.sync import SyncNorms
 from lockstep.rates import Rates
 
 LOOK_STEPS = 2  # in which every operation is watched: does it draw?
+
+
+@dataclass
+class Part:
+    """What a shard is computed with. Shards that are computed beside each other have one each."""
+
+    module: nn.Module
+    edges: list[Any]  # where the gradients of its parameters come out
+    buffers: Buffers
+    random: KeyedRandom
 
 
 @dataclass(frozen=True)
@@ -58,7 +68,6 @@ class ModuleRecipe:
     """How a module is trained: the same for all ranks."""
 
     module: nn.Module  # the user's own; never trained itself
-    gradients: list[int]  # which it had before
     loss: PerSample
     metrics: dict[str, PerSample]
     optimizer: MakeOptimizer
@@ -67,7 +76,9 @@ class ModuleRecipe:
     rates: Rates = field(default_factory=Rates)
     clip_norm: float | None = None
     is_sync: bool = False  # batch norm over the whole batch
-    is_bf16: bool = False
+    precision: str = "fp32"
+    channels_last: bool = False  # how images and their kernels lie in memory
+    compiles: bool = False  # the module is made into code of its own
 
 
 class ModuleReplica:
@@ -76,6 +87,10 @@ class ModuleReplica:
     def __init__(self, recipe: ModuleRecipe, device: Device, weights: dict[str, Array], memory: Any = None) -> None:
         self._recipe, self._place = recipe, place_of(device)
         self.module = copy_of(recipe.module, self._place)
+        if recipe.channels_last:
+            self.module = self.module.to(memory_format=torch.channels_last)
+        if recipe.precision == "tf32":
+            use_tf32()
         load(self.module, weights)
         if memory is not None:
             load(self.module, memory["buffers"])
@@ -95,6 +110,12 @@ class ModuleReplica:
         self._buffers = Buffers(self.module, recipe.is_sync)
         self._attributes = Attributes(self.module)
         self._random = KeyedRandom(self._place)
+        self._own = Part(self.module, self._edges_of(self.module), self._buffers, self._random)
+        # parameters that the first shard must not depend on
+        self._strangers = [get_gradient_edge(param) for param in recipe.module.parameters() if param.requires_grad]
+        self._beside: dict[int, Part] = {}  # by the number of the shard, in a recording
+        self._is_recorded = False
+        self._call = BACKEND.capture(call) if recipe.compiles else call
         self._has_computed = False
         self._modes = modes_of(recipe.module)
         self._step = 0  # that the buffers are prepared for
@@ -113,18 +134,63 @@ class ModuleReplica:
             yield from own
             return
         for shard in shards:
+            part = self._part_for(shard)
             with plain_errors(self._place.type):
-                self._buffers.start_shard()
-                is_watched = self._random.has_drawn or step < (self._first_step or step) + LOOK_STEPS
-                loss = None if is_watched else self._unwatched(shard)
-                if loss is None:
-                    loss = self.forward(self.module, self._random, step, shard)
+                part.buffers.start_shard()
+                loss = self._recorded(part, step, shard) if self._is_recorded else self._computed(part, step, shard)
                 with NoDraws():
                     # from its edge: a call with a tensor would be one of those to watch, with all that it calls
-                    torch.autograd.backward(get_gradient_edge(loss), torch.ones_like(loss))
-            leaf = self.leaf(loss, [param.grad for param in self._params])
-            self._clear()
-            yield leaf
+                    gradients = torch.autograd.grad(
+                        [get_gradient_edge(loss)],
+                        part.edges + self._strangers,
+                        [torch.ones_like(loss)],
+                        allow_unused=True,
+                    )
+            num_own = len(part.edges)
+            if any(gradient is not None for gradient in gradients[num_own:]):
+                raise RunError(
+                    "The loss uses the module that you gave, and not the replica that is trained: what it adds has no "
+                    "effect. Let the model give what the loss needs, as an entry of a tuple."
+                )
+            self._strangers = []
+            yield self.leaf(loss, list(gradients[:num_own]), part.buffers)
+
+    def _computed(self, part: Part, step: int, shard: Shard) -> Tensor:
+        if self._recipe.compiles:  # such a model was found not to draw
+            return self._loss_of(part.module, shard)
+        is_watched = part.random.has_drawn or step < (self._first_step or step) + LOOK_STEPS
+        loss = None if is_watched else self._unwatched(shard)
+        return self.forward(part.module, part.random, step, shard) if loss is None else loss
+
+    def _recorded(self, part: Part, step: int, shard: Shard) -> Tensor:
+        """The summed loss of a shard, in a recording: computed once to see what it needs, then recorded."""
+        if self._recipe.compiles:
+            return self._loss_of(part.module, shard)
+        if not is_recording(self._place):
+            loss = self.forward(part.module, part.random, step, shard)
+            if part.random.has_drawn_on_host:
+                raise RunError("the model draws random numbers on the host")
+            return loss
+        if not part.random.has_drawn:
+            return self._loss_of(part.module, shard)
+        with part.random:  # whose stream was begun before
+            return self._loss_of(part.module, shard)
+
+    def _part_for(self, shard: Shard) -> Part:
+        if not self._is_recorded:
+            return self._own
+        if shard.number not in self._beside:
+            # the same numbers, with a place of their own for gradients to come out, on the stream of this shard
+            twins = {id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in self.module.parameters()}
+            twin = copy.deepcopy(self.module, dict(twins))
+            buffers = Buffers(twin, is_sync=False)
+            buffers.follow(self._buffers)
+            self._beside[shard.number] = Part(twin, self._edges_of(twin), buffers, KeyedRandom(self._place))
+        return self._beside[shard.number]
+
+    def _edges_of(self, module: nn.Module) -> list[Any]:
+        named = dict(module.named_parameters())
+        return [get_gradient_edge(named[name]) for name, _ in self._trained]
 
     def _start(self, step: int) -> None:
         """Everything as it has to be before the first shard of a step."""
@@ -160,7 +226,7 @@ class ModuleReplica:
         # not for the first: PyTorch loads parts of itself when they are needed, and draws a name for a file in between
         watch = no_draws_outside_of_pytorch() if self._has_computed else nullcontext()
         with watch, self._autocast():
-            loss = summed(self._loss, "loss", call(module, shard.X), shard.y, shard.num_samples)
+            loss = summed(self._loss, "loss", self._call(module, self._laid_out(shard.X)), shard.y, shard.num_samples)
         self._has_computed = True
         if not loss.requires_grad:
             raise RunError(
@@ -174,8 +240,11 @@ class ModuleReplica:
             )
         return loss
 
-    def leaf(self, loss: Tensor, gradients: list[Tensor | None]) -> Leaf:
-        """What a shard leaves behind."""
+    def leaf(self, loss: Tensor, gradients: list[Tensor | None], buffers: Buffers | None = None) -> Leaf:
+        """What a shard leaves behind, also in `buffers` where they are not the module's own."""
+        row = (buffers or self._buffers).row()
+        if self._is_recorded and any(row):  # "" are statistics
+            raise RunError(f"the model changes its buffer {next(filter(None, row))}")
         if self._step == self._first_step:
             self._attributes.check()
         used = frozenset(number for number, gradient in enumerate(gradients) if gradient is not None)
@@ -187,25 +256,21 @@ class ModuleReplica:
                 raise RunError(
                     f"The gradient of {name} is sparse, which cannot be added up in the tree. Use sparse=False."
                 )
-            pieces.append(gradient.reshape(-1))
+            pieces.append(flat_in_memory(gradient, param))
             if gap is not None:
                 pieces.append(gap)
-        return Leaf(torch.cat(pieces), loss.detach(), self._buffers.row(), used)
+        return Leaf(torch.cat(pieces), loss.detach(), row, used)
 
     def update(self, step: int, total: Tensor, batch: Gathered) -> None:
         self._start(step)  # a rank without shards has not done it
-        if step == self._first_step and gradients_of(self._recipe.module) != self._recipe.gradients:
-            raise RunError(
-                "The loss uses the module that you gave, and not the replica that is trained: what it adds has no "
-                "effect. Let the model give what the loss needs, as an entry of a tuple."
-            )
         gradient = total / batch.num_samples  # the only division, by the samples of the whole batch
         if self._recipe.clip_norm is not None:
             norm = torch.linalg.vector_norm(gradient)
             gradient = gradient * (self._recipe.clip_norm / (norm + 1e-6)).clamp(max=1.0)
         pieces = gradient.split(self._layout.pieces)[::2]
         for number, (param, piece) in enumerate(zip(self._params, pieces, strict=True)):
-            param.grad = piece.view(param.shape) if number in batch.used else None  # PyTorch skips what has none
+            # PyTorch skips what has none
+            param.grad = shaped_like(param, piece) if number in batch.used else None
         if self._scheduler is None:
             for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
                 if rate is not None:
@@ -228,7 +293,7 @@ class ModuleReplica:
             self._random.start(shard_seed(self._recipe.seed, 0, 0)),
             self._autocast(),
         ):
-            output = call(self.module, X)
+            output = self._call(self.module, self._laid_out(X))
             sums = {
                 name: float(summed(metric, f"metric {name}" if name != "loss" else name, output, y, num_samples))
                 for name, metric in metrics.items()
@@ -246,6 +311,31 @@ class ModuleReplica:
         named = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         sums = torch.stack([checksum(named[name]) for name in names_of(self.module)])  # without moving the numbers
         return [str(entry) for entry in sums.tolist()]
+
+    def recordable(self) -> str:
+        return "statistics of the whole batch are exchanged in between (--batch-norm sync)" if self._sync else ""
+
+    def record(self, step: int) -> None:
+        if is_recording(self._place):  # nothing is computed now
+            for part in (self._own, *self._beside.values()):
+                part.buffers.stop_looking()
+        else:
+            self._settle()
+        self._is_recorded, self._step = True, 0
+        self._start(step)
+
+    def replay(self, step: int) -> None:
+        for number, part in self._beside.items():
+            part.random.start(shard_seed(self._recipe.seed, step, number))
+        self._is_under_way, self._step = True, step
+
+    def forget(self) -> None:
+        self._settle()
+        self._beside.clear()
+        self._is_recorded, self._is_under_way, self._step = False, False, 0
+
+    def generators(self) -> list[Any]:
+        return [part.random.generator for part in self._beside.values() if part.random.has_drawn]
 
     def memory(self) -> Any:
         self._settle()
@@ -266,9 +356,15 @@ class ModuleReplica:
         for param in self._params:  # the optimizer may not have all of them
             param.grad = None
 
+    def _laid_out(self, X: Any) -> Any:
+        """Samples as the module's kernels like to read them."""
+        return map_leaves(X, channels_last) if self._recipe.channels_last else X
+
     def _zeros(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.float32, device=self._place)
 
     def _autocast(self) -> torch.autocast:
         # no cache: it belongs to the whole process, so what is in it would depend on the other ranks
-        return torch.autocast(self._place.type, torch.bfloat16, enabled=self._recipe.is_bf16, cache_enabled=False)
+        return torch.autocast(
+            self._place.type, torch.bfloat16, enabled=self._recipe.precision == "bf16", cache_enabled=False
+        )

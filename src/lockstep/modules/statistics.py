@@ -58,6 +58,9 @@ class Statistics:
             else:  # instance norm does not count its calls
                 norm.register_forward_pre_hook(partial(self._count, number))
         self._settings: list[tuple[bool, float | None]] = []
+        # where they were before the step: always the same memory, so that a recording finds them
+        self._start, self._start_counts = self._values.double(), self._counts.double()
+        self._zeroed = self._values.clone()
 
     def _count(self, number: int, norm: nn.Module, inputs: Any) -> None:
         self._counts[number].add_(int(norm.training))
@@ -77,8 +80,14 @@ class Statistics:
             self._is_active = per_entry([float(training) for training, _ in settings]).bool()
             self._is_cumulative = per_entry([float(entry) for entry in cumulative]).bool()
             self._keep = per_entry([1.0 - (momentum or 0.0) for _, momentum in settings])
-        self._start, self._start_counts = self._values.double(), self._counts.double()
-        self._zeroed = torch.where(self._is_active, 0.0, self._values)
+        self._start.copy_(self._values)
+        self._start_counts.copy_(self._counts)
+        self._zeroed.copy_(torch.where(self._is_active, 0.0, self._values))
+
+    def follow(self, other: "Statistics") -> None:
+        """Starts every step from where those of `other` are."""
+        if self.norms:
+            self._start, self._start_counts, self._zeroed = other._start, other._start_counts, other._zeroed
 
     def start_shard(self) -> None:
         """Zero where the layer will leave its own, what it was before the step elsewhere."""

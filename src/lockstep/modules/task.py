@@ -15,12 +15,13 @@ from lockstep.device import Device
 from lockstep.engines import Engine
 from lockstep.errors import ConfigError
 from lockstep.layout import Array
-from lockstep.modules.handling import arrays_of, copy_of, gradients_of, load
+from lockstep.modules.handling import arrays_of, copy_of, load
 from lockstep.modules.loading import Loader, as_arrays, check_keyed, check_map_style
 from lockstep.modules.losses import LOSSES, METRICS, PerSample
 from lockstep.modules.optimizers import optimizer_maker
-from lockstep.modules.own import check_optimizer, check_smallest_shard, made_module
+from lockstep.modules.own import check_compilable, check_optimizer, check_smallest_shard, made_module
 from lockstep.modules.replica import ModuleRecipe, ModuleReplica
+from lockstep.modules.strides import lies_channels_last
 from lockstep.named import OWN, is_place, load_named
 from lockstep.rates import Rates
 from lockstep.registry import pick
@@ -35,6 +36,8 @@ def module_task(config: RunConfig, devices: list[Device], model: Any, data: Any,
     check_batch(config.batch_size, num_train, config.data)
     in_memory = Dataset(config.data, *train, *(test or ())) if _in_memory(train, test) else None
     module = made_module(model, in_memory, config.seed)
+    if config.precision == "tf32" and devices[0].kind != "cuda":
+        raise ConfigError("tf32 is a way of NVIDIA's GPUs to multiply, and the devices are CPUs. Use fp32.")
     loss = _callable(given.loss, config.loss, LOSSES, "loss")
     optimizer = given.optimizer
     if optimizer is None and is_place(config.optimizer):
@@ -54,7 +57,6 @@ def module_task(config: RunConfig, devices: list[Device], model: Any, data: Any,
         raise ConfigError("The loss has parameters of its own, which nobody would train. Make them part of the model.")
     recipe = ModuleRecipe(
         module=module,
-        gradients=gradients_of(module),
         loss=loss,
         metrics=metrics_of(given.metrics, loss),
         optimizer=optimizer_maker(config, optimizer),
@@ -63,9 +65,13 @@ def module_task(config: RunConfig, devices: list[Device], model: Any, data: Any,
         rates=Rates(config.schedule, config.warmup, num_steps(config, num_train)),
         clip_norm=config.clip_norm,
         is_sync=config.batch_norm == "sync",
-        is_bf16=config.precision == "bf16",
+        precision=config.precision,
+        channels_last=lies_channels_last(module, devices[0], config.precision),
+        compiles=config.compile,
     )
     check_smallest_shard(config, module, train, num_train)
+    if config.compile:
+        check_compilable(config, module, train)
     check_optimizer(recipe)
     for what, part in (("training", train), ("test", test)):
         if part is not None and not isinstance(part, tuple):
@@ -120,7 +126,8 @@ def length_of(part: Any) -> int:
 def feed(engine: Engine, part: Any, what: str, config: RunConfig) -> Feed:
     """Where the batches of a part come from."""
     if isinstance(part, tuple):
-        return Samples(engine, *part)
+        X, y = part
+        return Samples(engine, X, y, config.compile)
     workers = min(4, cpu().num_cores) if config.workers is None else config.workers
     num_processes = engine.num_ranks // len(engine.local_ranks)
     return Loader(engine, part, what, config.seed, -(-workers // num_processes))

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from lockstep.engines import Batch, Engine, Replica
+from lockstep.engines import Batch, Engine, Exchanged, Replica
 from lockstep.split.batch import split_into_shards
 
 
@@ -12,7 +12,14 @@ def train_step(engine: Engine, replicas: Sequence[Replica], step: int, batch: Ba
     Gives the summed loss of each shard, in shard order.
     """
     shards = split_into_shards(batch.num_samples, num_shards)
-    gradients = engine.forward_backward(replicas, step, batch, shards)
-    exchanged = engine.exchange(gradients)
+    exchanged = sum_gradients(engine, replicas, step, batch, shards)
     engine.update(replicas, step, exchanged, shards)
     return exchanged.losses
+
+
+def sum_gradients(
+    engine: Engine, replicas: Sequence[Replica], step: int, batch: Batch, shards: list[range]
+) -> Exchanged:
+    """On every rank the sum of all shards' gradients, and what else it has to know for the update."""
+    gradients = engine.forward_backward(replicas, step, batch, shards)
+    return engine.exchange(gradients)

@@ -1,0 +1,102 @@
+"""The same step on one GPU, recorded once for each size of batch and replayed from then on.
+
+A step of a small model is hundreds of requests to the GPU, and asking takes longer than doing. What computes the sum of
+the gradients is recorded: the gathering of samples, every shard's forward and backward beside the others, the tree, the
+exchange. The update is asked for anew each time: its learning rate is a number of the host. Nobody waits for the GPU
+within an epoch; the host is a few steps ahead of it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from lockstep.backends import Pending, Recorder
+from lockstep.engines import Batch, Engine, Exchanged, InProcess, Replica
+from lockstep.errors import RunError
+from lockstep.split.batch import split_into_shards
+from lockstep.steps.data import sum_gradients, train_step
+
+
+class Known(NamedTuple):
+    """Losses that need not be waited for."""
+
+    losses: list[float]
+
+    def read(self) -> list[float]:
+        return self.losses
+
+
+class Recording(NamedTuple):
+    """The gradients of one size of batch."""
+
+    replay: Callable[[], None]
+    exchanged: Exchanged  # its tensors are filled by each replay
+
+
+class Steps:
+    """Steps as they are; `ahead` is how many may be under way before somebody has to wait for the first of them."""
+
+    ahead = 0
+
+    def __init__(self, engine: Engine, replicas: Sequence[Replica], num_shards: int, problem: str = "") -> None:
+        self._engine, self._replicas, self._num_shards = engine, replicas, num_shards
+        self.problem = problem  # why steps are not recorded, where they were to be
+
+    def __call__(self, step: int, batch: Batch) -> Pending:
+        """Does step number `step`, or begins to; gives the losses of the shards, to be read when they are needed."""
+        return Known(train_step(self._engine, self._replicas, step, batch, self._num_shards))
+
+
+class RecordedSteps(Steps):
+    """Steps on the GPU of `recorder`."""
+
+    ahead = 8
+
+    def __init__(self, engine: InProcess, replicas: Sequence[Replica], num_shards: int, recorder: Recorder) -> None:
+        super().__init__(engine, replicas, num_shards)
+        self._one_thread, self._recorder = engine, recorder
+        self._recordings: dict[int, Recording] = {}  # samples of a batch ->
+
+    def __call__(self, step: int, batch: Batch) -> Pending:
+        if not self.problem:
+            try:
+                return self._replayed(step, batch)
+            except RunError as problem:
+                self.problem = str(problem)
+            for replica in self._replicas:
+                replica.forget()
+        return super().__call__(step, batch)
+
+    def _replayed(self, step: int, batch: Batch) -> Pending:
+        assert batch.refill is not None, "samples in memory have it"
+        shards = split_into_shards(batch.num_samples, self._num_shards)
+        with self._one_thread.recording(self._recorder):
+            batch.refill()
+            if batch.num_samples not in self._recordings:
+                self._recordings[batch.num_samples] = self._record(step, batch, shards)
+            recording = self._recordings[batch.num_samples]
+            for replica in self._replicas:
+                replica.replay(step)
+            recording.replay()
+            self._engine.update(self._replicas, step, recording.exchanged, shards)
+            return self._recorder.read_later(recording.exchanged.losses[0])
+
+    def _record(self, step: int, batch: Batch, shards: list[range]) -> Recording:
+        def work() -> Exchanged:
+            for replica in self._replicas:
+                replica.record(step)
+            exchanged = sum_gradients(self._engine, self._replicas, step, batch, shards)
+            return exchanged._replace(losses=[self._recorder.together(exchanged.losses)])
+
+        return Recording(*self._recorder.record(work, lambda: [g for r in self._replicas for g in r.generators()]))
+
+
+def steps_for(engine: Engine, replicas: Sequence[Replica], num_shards: int, in_memory: bool) -> Steps:
+    """Recorded steps where engine, replicas and samples allow for it; else, `problem` says why not."""
+    if not isinstance(engine, InProcess) or engine.recorder is None:
+        return Steps(engine, replicas, num_shards)
+    problems = [replica.recordable() for replica in replicas]
+    if not in_memory:
+        problems.append("samples are loaded one by one")
+    if any(problems):
+        return Steps(engine, replicas, num_shards, next(filter(None, problems)))
+    return RecordedSteps(engine, replicas, num_shards, engine.recorder)
