@@ -4,6 +4,7 @@ PYTHON ?= python3
 NOX := .venv/nox/bin/nox
 BIN := .venv/torch/bin
 READY := .venv/torch/installed
+PEERS := .venv/torch/peers-installed
 COMMA := ,
 
 .PHONY: train test bench clean
@@ -14,8 +15,12 @@ train: $(READY)  ## The text's experiment: LeNet on Fashion-MNIST, two devices.
 test: $(NOX)  ## Format, lint, types, import directions, all tests with coverage; then each framework.
 	$(NOX) $(if $(BACKENDS),-s $(subst $(COMMA), ,$(BACKENDS)))
 
-bench: $(READY)  ## One device against two, interleaved; writes benchmarks/results/.
-	$(BIN)/python benchmarks/devices.py
+bench: $(PEERS)  ## Our step against DistributedDataParallel, Fabric, Accelerate and the text's; writes benchmarks/results/.
+	$(BIN)/lockstep bench
+
+$(PEERS): $(READY)
+	$(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt -e '.[bench]'
+	@touch $(PEERS)
 
 $(READY): pyproject.toml constraints.txt | $(NOX)
 	$(NOX) -s torch --install-only

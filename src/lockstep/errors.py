@@ -67,6 +67,10 @@ class OutOfMemory(RunError):
         )
 
 
+class NotRecorded(RunError):
+    """Steps cannot be recorded; they can be run as they are."""
+
+
 class PeersLost(RunError):
     """Other ranks are gone, or did not arrive in time; this one could go on."""
 

@@ -14,6 +14,7 @@ from lockstep.exchange.nodes import Node, sum_of
 from lockstep.modules.lenet_bn import LeNetBN
 from lockstep.modules.random import shard_seed
 from lockstep.modules.resnet18 import ResNet18
+from lockstep.modules.strides import channels_last
 from lockstep.modules.transformer import Transformer
 from lockstep.split.batch import split_into_shards
 
@@ -99,6 +100,8 @@ def plain_loop(module, data, batch_size, make_optimizer):
     """
     module = copy.deepcopy(module).train()
     params, (X, y) = list(module.parameters()), data
+    if X.ndim == 4:  # images, laid out as on our CPU devices, for the same kernels
+        module = module.to(memory_format=torch.channels_last)
     optimizer = make_optimizer(params)
     order = torch.from_numpy(sample_order(0, 0, len(X)))
     for step, chosen in enumerate(order.split(batch_size), start=1):
@@ -106,7 +109,9 @@ def plain_loop(module, data, batch_size, make_optimizer):
         for number, shard in enumerate(split_into_shards(len(chosen), NUM_SHARDS)):
             torch.manual_seed(shard_seed(0, step, number))
             own = chosen[shard.start : shard.stop]
-            F.cross_entropy(module(X[own]), y[own], reduction="none").reshape(len(own), -1).mean(1).sum().backward()
+            F.cross_entropy(module(channels_last(X[own])), y[own], reduction="none").reshape(len(own), -1).mean(
+                1
+            ).sum().backward()
             gradients.append([param.grad for param in params])
             optimizer.zero_grad()
         for param, leaves in zip(params, zip(*gradients, strict=True), strict=True):

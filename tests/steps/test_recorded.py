@@ -35,8 +35,14 @@ class Again:
         return nullcontext()
 
     @staticmethod
-    def add_all(lefts, rights):
-        return [left + right for left, right in zip(lefts, rights, strict=True)]
+    def narrow():
+        return False
+
+    most_at_once = 4
+
+    @staticmethod
+    def add_up(brackets, vectors):
+        return eval(brackets, {f"x{number}": vector for number, vector in enumerate(vectors)})
 
     def keep(self, what):
         pass

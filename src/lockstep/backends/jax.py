@@ -13,7 +13,7 @@ from jax import Array as Tensor
 from jax import lax
 
 from lockstep.backends.hardware import cpu
-from lockstep.backends.protocol import Capabilities, Function, LossSum
+from lockstep.backends.protocol import Capabilities, Function, LossSum, Ops
 from lockstep.device import Device, Hardware
 from lockstep.errors import BackendError
 from lockstep.layout import Array, Layout
@@ -33,7 +33,7 @@ _FIXED = {
 }
 
 
-class JaxOps:
+class JaxOps(Ops):
     """The operations that models are written in."""
 
     def conv2d(self, X: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

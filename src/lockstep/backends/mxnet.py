@@ -16,7 +16,7 @@ from mxnet.numpy import ndarray as Tensor
 from threadpoolctl import threadpool_info
 
 from lockstep.backends.hardware import cpu
-from lockstep.backends.protocol import Capabilities, Function, LossSum
+from lockstep.backends.protocol import Capabilities, Function, LossSum, Ops
 from lockstep.device import Device, Hardware
 from lockstep.errors import BackendError
 from lockstep.layout import Array, Layout
@@ -29,7 +29,7 @@ npx.set_np()
 _FIXED = {"MXNET_CUDNN_AUTOTUNE_DEFAULT": "0", "MXNET_ENFORCE_DETERMINISM": "1", "NVIDIA_TF32_OVERRIDE": "0"}
 
 
-class MxnetOps:
+class MxnetOps(Ops):
     """The operations that models are written in."""
 
     def conv2d(self, X: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

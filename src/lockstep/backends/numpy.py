@@ -15,7 +15,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from threadpoolctl import threadpool_limits
 
 from lockstep.backends.hardware import cpu
-from lockstep.backends.protocol import Capabilities, Function, LossSum
+from lockstep.backends.protocol import Capabilities, Function, LossSum, Ops
 from lockstep.backends.sessions import one_at_a_time
 from lockstep.device import Device, Hardware
 from lockstep.errors import BackendError
@@ -54,7 +54,7 @@ def _result(value: Array, *inputs: tuple[Any, Pull]) -> Any:
     return Traced(value, traced[0][0].tape, traced) if traced else value
 
 
-class NumpyOps:
+class NumpyOps(Ops):
     """The operations that models are written in, each with its derivative."""
 
     def conv2d(self, X: Any, weight: Any, bias: Any) -> Any:

@@ -9,7 +9,7 @@ from paddle import Tensor
 from paddle.nn import functional as F
 
 from lockstep.backends.hardware import cpu
-from lockstep.backends.protocol import Capabilities, Function, LossSum
+from lockstep.backends.protocol import Capabilities, Function, LossSum, Ops
 from lockstep.backends.sessions import environment_variable, one_at_a_time
 from lockstep.device import Device, Hardware
 from lockstep.errors import BackendError
@@ -24,7 +24,7 @@ _FIXED = {
 _NUM_THREADS = "FLAGS_paddle_num_threads"
 
 
-class PaddleOps:
+class PaddleOps(Ops):
     """The operations that models are written in."""
 
     def conv2d(self, X: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

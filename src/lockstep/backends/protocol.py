@@ -33,6 +33,10 @@ class Ops(Protocol):
     def conv2d(self, X: Tensor, weight: Tensor, bias: Tensor) -> Tensor: ...
     def relu(self, X: Tensor) -> Tensor: ...
     def avg_pool2d(self, X: Tensor, size: int) -> Tensor: ...
+    def conv_relu_pool2d(self, X: Tensor, weight: Tensor, bias: Tensor, size: int) -> Tensor:
+        """Convolution, ReLU and average pooling: a framework may have a faster way than one after the other."""
+        return self.avg_pool2d(self.relu(self.conv2d(X, weight, bias)), size)
+
     def flatten(self, X: Tensor) -> Tensor: ...
     def linear(self, X: Tensor, weight: Tensor, bias: Tensor) -> Tensor: ...
     def cross_entropy_sum(self, logits: Tensor, y: Tensor) -> Tensor: ...
@@ -50,6 +54,8 @@ class Pending(Protocol):
 class Recorder(Protocol):
     """Records what is asked of a GPU, and asks for all of it at once from then on."""
 
+    most_at_once: int  # vectors that can be added up at once
+
     def stream(self) -> AbstractContextManager[None]:
         """What this thread asks for meanwhile is done in that order, one thing after the other."""
         ...
@@ -62,8 +68,12 @@ class Recorder(Protocol):
         """What is asked for meanwhile does not wait for other numbers."""
         ...
 
-    def add_all(self, lefts: list[Tensor], rights: list[Tensor]) -> list[Tensor]:
-        """The sums of these pairs of vectors, asked for at once."""
+    def narrow(self) -> bool:
+        """Does less at the same time from now on, which takes less memory; False where that cannot be."""
+        ...
+
+    def add_up(self, brackets: str, vectors: list[Tensor]) -> Tensor:
+        """The sum of x0, x1, ..., which are these vectors, in these brackets: all of it asked for at once."""
         ...
 
     def keep(self, what: Any) -> None:

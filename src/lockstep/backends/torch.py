@@ -13,13 +13,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.backends.hardware import cpu
-from lockstep.backends.protocol import Capabilities, Function, LossSum, Recorder
+from lockstep.backends.protocol import Capabilities, Function, LossSum, Ops, Recorder
 from lockstep.backends.sessions import one_at_a_time
+from lockstep.backends.torch_cpu import ConvReluPool2d, keep_freed_memory
 from lockstep.device import Device, Hardware
 from lockstep.layout import Array, Layout
 
+MAX_COMPILED = 1000  # shapes that a function is compiled for
 
-class TorchOps:
+
+class TorchOps(Ops):
     """The operations that models are written in."""
 
     def conv2d(self, X: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -30,6 +33,12 @@ class TorchOps:
 
     def avg_pool2d(self, X: Tensor, size: int) -> Tensor:
         return F.avg_pool2d(X, size)
+
+    def conv_relu_pool2d(self, X: Tensor, weight: Tensor, bias: Tensor, size: int) -> Tensor:
+        if X.device.type != "cpu" or torch.compiler.is_compiling():
+            return super().conv_relu_pool2d(X, weight, bias, size)
+        pooled: Tensor = ConvReluPool2d.apply(X, weight, bias, size)
+        return pooled
 
     def flatten(self, X: Tensor) -> Tensor:
         return X.reshape(X.shape[0], -1)
@@ -86,6 +95,7 @@ class TorchBackend:
             undo.callback(torch.set_num_threads, torch.get_num_threads())
             undo.callback(torch.set_rng_state, torch.get_rng_state())  # the caller's own random numbers
             undo.callback(random.setstate, random.getstate())  # PyTorch draws from them when it loads parts of itself
+            keep_freed_memory()
             if torch.cuda.is_initialized():
                 undo.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
             undo.callback(
@@ -191,11 +201,22 @@ class TorchBackend:
     def value_and_grad(
         self, loss_sum: LossSum, layout: Layout, flat: Tensor, X: Tensor, y: Tensor
     ) -> tuple[Tensor, Tensor]:
-        flat = flat.detach().requires_grad_()  # same memory, a graph of its own
+        params = [param.requires_grad_() for param in self.unflatten(layout, flat.detach())]  # same memory
         with plain_errors(flat.device.type):
-            loss = loss_sum(self.unflatten(layout, flat), X, y)
-            (gradient,) = torch.autograd.grad(loss, flat)  # backward of `split` is one concatenation
-        return loss.detach(), gradient
+            loss = loss_sum(params, X, y)
+            gradients = torch.autograd.grad(loss, params, allow_unused=True, materialize_grads=True)
+        pieces = [gradient.reshape(-1) for gradient in gradients]
+        with_gaps = [piece for pair in zip(pieces, _gaps(layout, flat.device), strict=True) for piece in pair]
+        return loss.detach(), torch.cat(with_gaps)
+
+
+@cache
+def _gaps(layout: Layout, place: torch.device) -> list[Tensor]:
+    """The zeros after each parameter; none after the last."""
+    gaps = [torch.zeros(size, device=place) for size in (*layout.pieces[1::2], 0)]
+    if place.type == "cuda":
+        torch.cuda.current_stream(place).synchronize()  # other streams use them too
+    return gaps
 
 
 @contextmanager
@@ -223,6 +244,11 @@ def start_thread(place: torch.device, stream: torch.cuda.Stream | None) -> None:
 
 @cache  # one for all replicas
 def _compiled(function: Any) -> Any:
+    import torch._dynamo.config as limits  # takes its time
+
+    # a function that was compiled for too many shapes would be run as it is, with other bits
+    limits.recompile_limit = max(limits.recompile_limit, MAX_COMPILED)
+    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, MAX_COMPILED)
     # no kernel is chosen by a stopwatch: another process would choose another, and get other bits
     return torch.compile(function, dynamic=False, options={"deterministic": True})
 

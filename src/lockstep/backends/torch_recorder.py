@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lockstep.errors import RunError
+from lockstep.errors import NotRecorded
 
 NUM_SLOTS = 64  # numbers on their way to the host at the same time; more than anybody has steps under way
 
@@ -23,13 +24,27 @@ class Reading:
         return [float(number) for number in self._slot.tolist()]
 
 
+@cache  # for the whole process: every stream gets memory for matrix products that it keeps
+def _stream(place: torch.device, number: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(place)
+
+
+@cache
+def _added(brackets: str, num_vectors: int) -> Any:
+    """A kernel that adds up vectors in these brackets: in one pass over memory instead of one for each addition."""
+    names = ", ".join(f"T x{number}" for number in range(num_vectors))
+    return torch.cuda.jiterator._create_jit_fn(f"template <typename T> T added({names}) {{ return {brackets}; }}")
+
+
 class TorchRecorder:
     """Everything is asked for on one stream, and what goes beside it on one for each number."""
 
+    most_at_once = 8  # inputs of a kernel that is made from source
+
     def __init__(self, place: torch.device) -> None:
         self._place = place
-        self._main, self._readings = torch.cuda.Stream(place), torch.cuda.Stream(place)
-        self._sides: dict[int, torch.cuda.Stream] = {}
+        self._main, self._readings = _stream(place, -1), _stream(place, -2)
+        self._width = 16  # streams for what goes beside the rest
         self._used: set[int] = set()  # since the last fork
         self._start: torch.cuda.Event | None = None
         self._kept: list[Any] = []
@@ -47,23 +62,29 @@ class TorchRecorder:
         try:
             yield
         finally:
-            for number in self._used:
-                self._main.wait_stream(self._sides[number])
+            for side in self._used:
+                self._main.wait_stream(_stream(self._place, side))
 
     @contextmanager
     def beside(self, number: int) -> Iterator[None]:
-        if number not in self._sides:
-            self._sides[number] = torch.cuda.Stream(self._place)
-        side = self._sides[number]
+        side = number % self._width
         assert self._start is not None, "within fork"
-        if number not in self._used:
-            self._used.add(number)
-            side.wait_event(self._start)
-        with torch.cuda.stream(side):
+        if side not in self._used:
+            self._used.add(side)
+            _stream(self._place, side).wait_event(self._start)
+        with torch.cuda.stream(_stream(self._place, side)):
             yield
 
-    def add_all(self, lefts: list[Tensor], rights: list[Tensor]) -> list[Tensor]:
-        return list(torch._foreach_add(lefts, rights))
+    def narrow(self) -> bool:
+        if self._width == 1:
+            return False
+        self._width = 1
+        torch.cuda.empty_cache()
+        return True
+
+    def add_up(self, brackets: str, vectors: list[Tensor]) -> Tensor:
+        total: Tensor = _added(brackets, len(vectors))(*vectors)
+        return total
 
     def keep(self, what: Any) -> None:
         self._kept.append(what)  # a stream may use memory again that another has not read yet
@@ -78,10 +99,11 @@ class TorchRecorder:
         try:
             with torch.cuda.graph(graph, stream=self._main, capture_error_mode="thread_local"):
                 result = work()
-        except RunError:
-            raise
-        except Exception as problem:  # also from the end of a recording that broke off
-            raise RunError((str(problem).splitlines() or [type(problem).__name__])[0]) from problem
+        except Exception as problem:
+            first: BaseException = problem
+            while first.__context__ is not None:  # what came after it is about a recording that broke off
+                first = first.__context__
+            raise NotRecorded((str(first).splitlines() or [type(first).__name__])[0].rstrip(".")) from problem
         finally:
             self._kept.clear()
         return graph.replay, result

@@ -5,6 +5,7 @@ import sys
 import typer
 
 from lockstep.cli.answers import is_said_elsewhere, leave
+from lockstep.cli.bench import bench
 from lockstep.cli.compare import compare
 from lockstep.cli.data import data
 from lockstep.cli.devices import devices
@@ -18,7 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (train, evaluate, compare, devices, data):
+for command in (train, evaluate, compare, bench, devices, data):
     app.command()(command)
 
 

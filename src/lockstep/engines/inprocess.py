@@ -20,6 +20,7 @@ from lockstep.device import Device
 from lockstep.engines.engine import Batch, Exchanged, Gathered, Gradients, Replica
 from lockstep.engines.meeting import Meeting
 from lockstep.engines.rank import (
+    Held,
     OwnShards,
     add_up_leaves,
     compute_beside_each_other,
@@ -31,6 +32,7 @@ from lockstep.engines.rank import (
 from lockstep.engines.threads import RankThread
 from lockstep.errors import Late, LockstepError, RankError
 from lockstep.exchange import schedule_for
+from lockstep.exchange.schedule import Schedule
 from lockstep.layout import Array
 from lockstep.named import source_line_of, user_source_line
 from lockstep.split.balance import Balance
@@ -208,14 +210,34 @@ class InProcess:
         schedule = schedule_for(self.exchange_name, gradients.ranges)
         size = next(len(vector) for nodes in gradients.nodes for vector in nodes.values())
         held = [cut_into_chunks(self.backend, nodes, size, schedule) for nodes in gradients.nodes]
-        for round_ in schedule.rounds:
-            self.each("exchange", lambda rank, device, r=round_: take_part(self.backend, device, rank, r, held))
         return Exchanged(
-            totals=self.each("exchange", lambda rank, device, own: total_of(self.backend, own, schedule), held),
+            totals=self._in_rounds(schedule, held),
             losses=[loss for of_rank in gradients.losses for loss in of_rank],
             rows=[row for of_rank in gradients.rows for row in of_rank],
             used=frozenset().union(*gradients.used),
         )
+
+    def _in_rounds(self, schedule: Schedule, held: list[Held]) -> list[Tensor]:
+        """The totals. A round begins when every rank has finished the one before."""
+        if self.is_recording:
+            for round_ in schedule.rounds:
+                for rank, device in enumerate(self.devices):
+                    take_part(self.backend, device, rank, round_, held)
+            return [total_of(self.backend, own, schedule) for own in held]
+        all_done = threading.Barrier(self.num_ranks, timeout=self.timeout)
+
+        def work(rank: int, device: Device) -> Tensor:
+            try:
+                for round_ in schedule.rounds:
+                    take_part(self.backend, device, rank, round_, held)
+                    self.backend.synchronize(device)
+                    all_done.wait()
+                return total_of(self.backend, held[rank], schedule)
+            except BaseException:
+                all_done.abort()  # the others would wait
+                raise
+
+        return self.each("exchange", work)
 
     def update(self, replicas: Sequence[Replica], step: int, exchanged: Exchanged, shards: list[range]) -> None:
         def apply(rank: int, device: Device, replica: Replica, total: Tensor) -> None:

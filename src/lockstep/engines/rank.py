@@ -3,14 +3,15 @@
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from typing import Any, NamedTuple
 
 from lockstep.backends import Backend, Recorder, Tensor
 from lockstep.device import Device
 from lockstep.engines.engine import Batch, Leaf, Meet, Replica, Shard
 from lockstep.errors import OutOfMemory, PeersLost, RunError
-from lockstep.exchange.nodes import Node, maximal_nodes, sum_of, sums_by_height
+from lockstep.exchange.nodes import Node, maximal_nodes, sum_at_once, sum_of
 from lockstep.exchange.schedule import Round, Schedule
 from lockstep.named import user_source_line
 from lockstep.split.batch import part_ranges
@@ -68,12 +69,13 @@ def compute_beside_each_other(
 ) -> list[Leaf]:
     """The rank's leaves in a recording: on a GPU, shards that do not wait for each other share its time."""
 
-    def fetched() -> Iterator[Shard]:
+    def fetched() -> Generator[Shard, None, None]:
         for number in own:
             with recorder.beside(number):  # until the next one is asked for
                 yield from fetch_shards(batch, rank, shards, range(number, number + 1))
 
-    return list(replica.leaves(step, fetched(), nobody_else))
+    with closing(fetched()) as own_shards:  # also after an error: it has to leave the shard that it is beside
+        return list(replica.leaves(step, own_shards, nobody_else))
 
 
 def add_up_leaves(recorder: Recorder, own: range, num_shards: int, leaves: list[Leaf]) -> OwnShards:
@@ -82,7 +84,9 @@ def add_up_leaves(recorder: Recorder, own: range, num_shards: int, leaves: list[
     def leaf(number: int) -> Tensor:
         return leaves[number - own.start].gradient
 
-    nodes = sums_by_height(maximal_nodes(own, num_shards), leaf, recorder.add_all)
+    nodes = {
+        node: sum_at_once(node, leaf, recorder.most_at_once, recorder.add_up) for node in maximal_nodes(own, num_shards)
+    }
     return OwnShards(nodes, [leaf.loss for leaf in leaves], *_beside_gradients(leaves), 0.0)
 
 

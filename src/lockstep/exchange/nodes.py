@@ -50,32 +50,20 @@ def sum_of(node: Node, leaf: Callable[[int], V], add: Callable[[V, V], V]) -> V:
     return add(left_sum, sum_of(right, leaf, add))
 
 
-def sums_by_height(
-    nodes: list[Node], leaf: Callable[[int], V], add_all: Callable[[list[V], list[V]], list[V]]
-) -> dict[Node, V]:
-    """The same values, with all additions of one height at once: for devices on which asking costs more than adding.
+def sum_at_once(node: Node, leaf: Callable[[int], V], most: int, add_up: Callable[[str, list[V]], V]) -> V:
+    """The same value, with up to `most` leaves added at once, in the brackets that `add_up` is told.
 
-    >>> sums_by_height([Node(0, 5)], leaf=str, add_all=lambda a, b: [f"({x}+{y})" for x, y in zip(a, b)])
-    {Node(first=0, num_leaves=5): '(((0+1)+(2+3))+4)'}
+    >>> sum_at_once(Node(0, 5), str, most=4, add_up=lambda brackets, leaves: f"<{brackets} of {','.join(leaves)}>")
+    '<(x0+x1) of <((x0+x1)+(x2+x3)) of 0,1,2,3>,4>'
     """
-    known: dict[Node, V] = {}
-    below: dict[int, list[Node]] = {}  # by height
-
-    def height_of(node: Node) -> int:
-        if node.num_leaves == 1:
-            known[node] = leaf(node.first)
-            return 0
-        height = 1 + max(map(height_of, children(node)))
-        below.setdefault(height, []).append(node)
-        return height
-
-    for node in nodes:
-        height_of(node)
-    for _, level in sorted(below.items()):
-        lefts, rights = zip(*map(children, level), strict=True)
-        added = add_all([known[left] for left in lefts], [known[right] for right in rights])
-        known.update(zip(level, added, strict=True))
-    return {node: known[node] for node in nodes}
+    if node.num_leaves == 1:
+        return leaf(node.first)
+    if node.num_leaves <= most:
+        inside = range(node.num_leaves)
+        brackets = sum_of(Node(0, node.num_leaves), leaf="x{}".format, add="({}+{})".format)
+        return add_up(brackets, [leaf(node.first + number) for number in inside])
+    left, right = (sum_at_once(child, leaf, most, add_up) for child in children(node))
+    return add_up("(x0+x1)", [left, right])
 
 
 def maximal_nodes(shards: range, num_shards: int) -> list[Node]:

@@ -46,8 +46,8 @@ def lenet(X: Tensor, params: list[Tensor]) -> Tensor:
             f"For a model of your own, name its function: net=..."
         )
     W1, b1, W2, b2, W3, b3, W4, b4 = params
-    h1 = ops.avg_pool2d(ops.relu(ops.conv2d(X, W1, b1)), 2)
-    h2 = ops.avg_pool2d(ops.relu(ops.conv2d(h1, W2, b2)), 2)
+    h1 = ops.conv_relu_pool2d(X, W1, b1, 2)
+    h2 = ops.conv_relu_pool2d(h1, W2, b2, 2)
     h3 = ops.relu(ops.linear(ops.flatten(h2), W3, b3))
     return ops.linear(h3, W4, b4)
 

@@ -14,7 +14,7 @@ from lockstep.backends.torch import BACKEND, is_recording, place_of, plain_error
 from lockstep.data.dataset import leaves_of, map_leaves
 from lockstep.device import Device
 from lockstep.engines import Gathered, Leaf, Meet, Shard
-from lockstep.errors import RunError
+from lockstep.errors import NotRecorded, RunError
 from lockstep.layout import Array, Layout, sha256_of
 from lockstep.modules.attributes import Attributes
 from lockstep.modules.buffers import Buffers
@@ -169,7 +169,7 @@ class ModuleReplica:
         if not is_recording(self._place):
             loss = self.forward(part.module, part.random, step, shard)
             if part.random.has_drawn_on_host:
-                raise RunError("the model draws random numbers on the host")
+                raise NotRecorded("the model draws random numbers on the host")
             return loss
         if not part.random.has_drawn:
             return self._loss_of(part.module, shard)
@@ -244,7 +244,7 @@ class ModuleReplica:
         """What a shard leaves behind, also in `buffers` where they are not the module's own."""
         row = (buffers or self._buffers).row()
         if self._is_recorded and any(row):  # "" are statistics
-            raise RunError(f"the model changes its buffer {next(filter(None, row))}")
+            raise NotRecorded(f"the model changes its buffer {next(filter(None, row))}")
         if self._step == self._first_step:
             self._attributes.check()
         used = frozenset(number for number, gradient in enumerate(gradients) if gradient is not None)

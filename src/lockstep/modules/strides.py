@@ -7,6 +7,7 @@ chosen depends on the module, the kind of device and the precision, never on a s
 import torch
 from torch import Tensor, nn
 
+from lockstep.backends.torch_cpu import channels_last as images_last
 from lockstep.device import Device
 
 
@@ -17,10 +18,8 @@ def lies_channels_last(module: nn.Module, device: Device, precision: str) -> boo
 
 
 def channels_last(tensor: Tensor) -> Tensor:
-    """The same images, laid out so; also of one channel, where PyTorch would not tell the difference."""
-    if tensor.ndim != 4 or not tensor.is_floating_point():
-        return tensor
-    return tensor.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+    """Images laid out so; all else as it is."""
+    return images_last(tensor) if tensor.ndim == 4 and tensor.is_floating_point() else tensor
 
 
 def flat_in_memory(tensor: Tensor, param: Tensor) -> Tensor:

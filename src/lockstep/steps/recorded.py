@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from lockstep.backends import Pending, Recorder
 from lockstep.engines import Batch, Engine, Exchanged, InProcess, Replica
-from lockstep.errors import RunError
+from lockstep.engines.rank import is_out_of_memory
+from lockstep.errors import NotRecorded, RunError
 from lockstep.split.batch import split_into_shards
 from lockstep.steps.data import sum_gradients, train_step
 
@@ -60,7 +61,7 @@ class RecordedSteps(Steps):
         if not self.problem:
             try:
                 return self._replayed(step, batch)
-            except RunError as problem:
+            except NotRecorded as problem:
                 self.problem = str(problem)
             for replica in self._replicas:
                 replica.forget()
@@ -71,8 +72,16 @@ class RecordedSteps(Steps):
         shards = split_into_shards(batch.num_samples, self._num_shards)
         with self._one_thread.recording(self._recorder):
             batch.refill()
-            if batch.num_samples not in self._recordings:
-                self._recordings[batch.num_samples] = self._record(step, batch, shards)
+            while batch.num_samples not in self._recordings:
+                try:
+                    self._recordings[batch.num_samples] = self._record(step, batch, shards)
+                except RunError as problem:
+                    if not is_out_of_memory(problem):
+                        raise
+                    if not self._recorder.narrow():
+                        raise NotRecorded("it takes more memory than there is") from problem
+                    for replica in self._replicas:
+                        replica.forget()
             recording = self._recordings[batch.num_samples]
             for replica in self._replicas:
                 replica.replay(step)

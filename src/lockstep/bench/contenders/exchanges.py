@@ -1,0 +1,69 @@
+"""The exchanges as our own step does them, and torch.distributed.all_reduce, in the same two processes."""
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.backends import load_backend
+from lockstep.bench.contenders import Place
+from lockstep.bench.contenders.peer import MEETING_SECONDS, join, meet
+from lockstep.bench.work import Work
+from lockstep.device import Device
+from lockstep.engines import Gradients
+from lockstep.engines.group import LOOPBACK, Group, join_store, store_under
+from lockstep.engines.processes import Processes
+from lockstep.exchange.nodes import maximal_nodes
+
+ALL_REDUCE = "all_reduce"
+
+
+class Exchanges:
+    """A rank that holds the sum of its own shards' gradients, made up, and exchanges it again and again."""
+
+    def __init__(self, work: Work, place: Place) -> None:
+        self._where = join(work, place)
+        store = store_under(f"{place.name}/ours", join_store(LOOPBACK, place.port, MEETING_SECONDS))
+        devices = [Device(name) for name in work.devices]
+        group = Group(store, place.rank, devices, LOOPBACK, MEETING_SECONDS)
+        self._engine = Processes(load_backend("torch"), devices, group)
+        self._engine.__enter__()
+        self._ranges = self._engine.balance.ranges(work.num_shards, len(devices))
+        self._nodes = maximal_nodes(self._ranges[place.rank], work.num_shards)
+        self._rank = place.rank
+
+    def warm_up(self, method: str, num_bytes: int) -> dict[str, Any]:
+        """Exchanges once, and looks if the sum is right."""
+        found, wanted = self._exchanged(method, num_bytes), self._exchanged(ALL_REDUCE, num_bytes)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        return {"chosen": ""}
+
+    def run(self, method: str, num_bytes: int, num_steps: int) -> dict[str, Any]:
+        seconds = 0.0
+        for _ in range(num_steps):
+            seconds += self._timed(method, num_bytes)[0]
+        return {"seconds": seconds}
+
+    def _exchanged(self, method: str, num_bytes: int) -> torch.Tensor:
+        return self._timed(method, num_bytes)[1]
+
+    def _timed(self, method: str, num_bytes: int) -> tuple[float, torch.Tensor]:
+        made = torch.Generator().manual_seed(self._rank)
+        vector = torch.rand(num_bytes // 4, generator=made).to(self._where)
+        self._engine.exchange_name = method
+        shards = len(self._ranges[self._rank])
+        gradients = Gradients(self._ranges, [dict.fromkeys(self._nodes, vector)], [[0.0] * shards], [[]], [[]], [1.0])
+        meet(self._where)
+        began = time.perf_counter()
+        if method == ALL_REDUCE:
+            dist.all_reduce(vector)
+        else:
+            (vector,) = self._engine.exchange(gradients).totals
+        meet(self._where)
+        return time.perf_counter() - began, vector
+
+    def close(self) -> None:
+        meet(self._where)
+        self._engine.close()
+        dist.destroy_process_group()

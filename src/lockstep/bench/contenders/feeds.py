@@ -1,0 +1,78 @@
+"""Where a contender's batches come from: memory, or a loader. The samples of a step are those of our own run."""
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from lockstep.bench.work import Work
+from lockstep.data import Dataset
+from lockstep.data.order import sample_order
+
+Batches = Callable[[int], Iterator[tuple[Tensor, Tensor]]]  # number of steps -> a batch for each of them
+
+
+class SampleNumbers:
+    """The sample numbers of one step after the other: those of the whole batch, or of a rank's part of it."""
+
+    def __init__(self, work: Work, num_samples: int, part: range) -> None:
+        self._seed, self._num_samples, self._batch_size = work.seed, num_samples, work.batch_size
+        self._part, self._step = part, 0
+        self._order = lru_cache(maxsize=2)(self._order_of)
+
+    def _order_of(self, epoch: int) -> Tensor:
+        return torch.from_numpy(sample_order(self._seed, epoch, self._num_samples))
+
+    def next_step(self) -> Tensor:
+        """The numbers for the next step."""
+        epoch, step = divmod(self._step, self._num_samples // self._batch_size)
+        self._step += 1
+        first = step * self._batch_size
+        return self._order(epoch)[first + self._part.start : first + self._part.stop]
+
+
+def in_memory(work: Work, data: Dataset, part: range, place: torch.device, channels_last: bool = False) -> Batches:
+    """All samples are on the device, as the model takes them; a batch is gathered there."""
+    X, y = torch.from_numpy(data.X_train).to(place), torch.from_numpy(data.y_train).to(place)
+    X = X.float() / 255 if X.dtype == torch.uint8 else X
+    if channels_last:
+        X = X.contiguous(memory_format=torch.channels_last)
+    numbers_of = SampleNumbers(work, len(X), part)
+
+    def batches(num_steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+        for numbers in [numbers_of.next_step().to(place) for _ in range(num_steps)]:
+            yield X.index_select(0, numbers), y.index_select(0, numbers)
+
+    return batches
+
+
+def loaded(work: Work, data: Dataset, part: range, num_workers: int) -> Batches:
+    """Samples are prepared one by one in processes of their own, which stay; a batch is in the CPU's memory.
+
+    Once the batches of a trial have been taken, nothing is left to prepare: they do not disturb the others.
+    """
+    steps: list[list[int]] = []  # the sample numbers of each step of a trial
+    loader = DataLoader(
+        Samples(torch.from_numpy(data.X_train), torch.from_numpy(data.y_train)),
+        batch_sampler=steps,
+        num_workers=num_workers,
+        persistent_workers=True,
+        pin_memory=work.is_on_gpu,
+    )
+    numbers_of = SampleNumbers(work, data.num_train, part)
+
+    def batches(num_steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+        steps[:] = [numbers_of.next_step().tolist() for _ in range(num_steps)]
+        yield from loader
+
+    return batches
+
+
+class Samples(TensorDataset):
+    """Samples as a loader's processes prepare them: bytes become numbers from 0 to 1."""
+
+    def __getitem__(self, number: int) -> tuple[Tensor, ...]:
+        X, y = super().__getitem__(number)
+        return (X.float() / 255 if X.dtype == torch.uint8 else X), y

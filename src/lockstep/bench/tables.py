@@ -1,0 +1,123 @@
+"""What was measured, as rows: medians, spreads, ratios, and how they look on the terminal."""
+
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table as Grid
+
+
+class Spread(NamedTuple):
+    """The middle of several values, and how far they reach."""
+
+    median: float
+    lowest: float
+    highest: float
+
+
+def spread(values: list[float]) -> Spread:
+    """The spread of at least one value.
+
+    >>> spread([3.0, 1.0, 2.0])
+    Spread(median=2.0, lowest=1.0, highest=3.0)
+    """
+    return Spread(median(values), min(values), max(values))
+
+
+@dataclass
+class Row:
+    """One contender."""
+
+    name: str
+    about: str = ""
+    seconds: list[float] = field(default_factory=list)  # of a step or an exchange, a number for each trial
+    chosen: str = ""  # settings that it found to be the fastest
+    losses: list[float] = field(default_factory=list)  # of each trial's last step
+    weights_sha256: str | None = None
+    problem: str = ""  # why it has no numbers, or not all of them
+
+    def ratios(self, reference: "Row | None") -> list[float]:
+        """This one's time by the reference's, trial by trial; none where one of them has none."""
+        if reference is None or self.problem or reference.problem:
+            return []
+        return [own / other for own, other in zip(self.seconds, reference.seconds, strict=True)]
+
+
+@dataclass
+class Table:
+    """Contenders that did the same work."""
+
+    title: str
+    reference: str  # the row that the others are compared with
+    rows: list[Row]
+    what: str = "step"
+    notes: list[str] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def reference_row(self) -> Row | None:
+        """The row that the others are compared with, if it was measured."""
+        return next((row for row in self.rows if row.name == self.reference and row.seconds and not row.problem), None)
+
+    def plain(self) -> dict[str, Any]:
+        """The table as it stands in the JSON file."""
+        reference = self.reference_row()
+        rows = []
+        for row in self.rows:
+            ratios = row.ratios(reference)
+            rows.append(
+                {
+                    "name": row.name,
+                    "about": row.about,
+                    "problem": row.problem or None,
+                    f"ms_per_{self.what}": _rounded([1000 * s for s in row.seconds]),
+                    f"times_{self.reference}": _rounded(ratios),
+                    "chosen": row.chosen or None,
+                    "seconds": row.seconds,
+                    "losses": row.losses,
+                    "weights_sha256": row.weights_sha256,
+                }
+            )
+        return {
+            "title": self.title,
+            "reference": self.reference,
+            "settings": self.settings,
+            "notes": self.notes,
+            "rows": rows,
+        }
+
+    def text(self) -> str:
+        """The table for the terminal."""
+        grid = Grid(box=None, pad_edge=False, title=self.title, title_justify="left", title_style="bold")
+        grid.add_column("")
+        for heading in (f"ms/{self.what}", "(lowest to highest)", f"times {self.reference}", "(lowest to highest)"):
+            grid.add_column(heading, justify="right")
+        grid.add_column("")
+        reference = self.reference_row()
+        for row in self.rows:
+            if row.problem or not row.seconds:
+                grid.add_row(row.name, "", "", "", "", row.problem)
+                continue
+            time = spread([1000 * seconds for seconds in row.seconds])
+            ratios = row.ratios(reference)
+            ratio = spread(ratios) if ratios else None
+            grid.add_row(
+                row.name,
+                f"{time.median:.4g}",
+                f"({time.lowest:.4g} to {time.highest:.4g})",
+                f"{ratio.median:.2f}x" if ratio else "",
+                f"({ratio.lowest:.2f} to {ratio.highest:.2f})" if ratio and row is not reference else "",
+                row.chosen,
+            )
+        out = Console(width=160, highlight=False, markup=False)
+        with out.capture() as captured:
+            out.print(grid)
+            for note in self.notes:
+                out.print(f"  {note}", style="dim")
+        return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+def _rounded(values: list[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    return {name: round(value, 4) for name, value in spread(values)._asdict().items()}

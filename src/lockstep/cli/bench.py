@@ -1,0 +1,78 @@
+"""`lockstep bench`: our step against others on the same model, data, batch and devices, and our exchanges."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lockstep.cli import options
+from lockstep.cli.answers import plain_answers
+
+
+@plain_answers
+def bench(
+    devices: options.Devices = None,
+    models: Annotated[
+        str, typer.Option(help="Models, with commas: lenet, mlp, resnet18, transformer.")
+    ] = "lenet,resnet18,transformer",
+    only: Annotated[
+        str | None,
+        typer.Option(
+            help="Contenders, with commas: lockstep-1-device, lockstep-1-shard, text, text-in-memory, ddp, ddp-best, "
+            "ddp-compiled, fabric, accelerate. lockstep is always there.",
+            show_default=False,
+        ),
+    ] = None,
+    trials: Annotated[int, typer.Option(help="Trials of each contender; a median needs 5 or more.")] = 5,
+    steps: Annotated[
+        int | None, typer.Option(help="Steps of a trial. Without it: as many as suit the model.", show_default=False)
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(help="Samples of a step. Without it: 256, but 64 for resnet18 on CPUs.", show_default=False),
+    ] = None,
+    precision: Annotated[str, typer.Option(help="fp32, or another of `lockstep train`, for models that know it.")] = (
+        "fp32"
+    ),
+    data: Annotated[str, typer.Option(help="The images: fashion-mnist or fashion-mnist-mini.")] = "fashion-mnist",
+    data_dir: options.DataDir = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="More settings of our own run, like exchange=tree.", show_default=False),
+    ] = None,
+    exchanges: Annotated[bool, typer.Option(help="Measure the exchanges against all_reduce too.")] = True,
+    out: Annotated[Path, typer.Option(help="Folder for the record and the picture.")] = Path("benchmarks/results"),
+    json: options.Json = False,
+) -> None:
+    """Measure our step against the text's program, DistributedDataParallel, Fabric and Accelerate."""
+    from lockstep.bench.record import Asked, save
+    from lockstep.bench.record import bench as measure
+    from lockstep.bench.work import parse_settings
+    from lockstep.errors import RunError
+    from lockstep.report.runlog import to_json
+
+    asked = Asked(
+        devices=devices,
+        models=models,
+        only=only,
+        num_trials=trials,
+        num_steps=steps,
+        batch_size=batch_size,
+        precision=precision,
+        data=data,
+        data_dir=data_dir,
+        settings=parse_settings(settings or []),
+        exchanges=exchanges,
+    )
+    command = " ".join(["lockstep", *sys.argv[1:]])
+    record, tables = measure(asked, command, lambda line: print(line, file=sys.stderr, flush=True))
+    paths = save(record, tables, out)
+    if json:
+        typer.echo(to_json(record))
+    else:
+        for table in tables:
+            typer.echo(f"{table.text()}\n")
+        typer.echo(f"1.31x: it takes 1.31 times as long. {', '.join(map(str, paths))}")
+    if missing := [table.title for table in tables if table.reference_row() is None]:
+        raise RunError(f"there is nothing to compare the others with in: {'; '.join(missing)}. See what failed above.")

@@ -1,0 +1,78 @@
+"""Medians, ratios, the table on the terminal, the record and the picture: from numbers that are made up."""
+
+import json
+
+import pytest
+
+from lockstep.bench.picture import draw_tables
+from lockstep.bench.record import save, title_of, versions
+from lockstep.bench.tables import Row, Spread, Table, spread
+from lockstep.report.runlog import to_json
+
+
+@pytest.fixture
+def table():
+    return Table(
+        "lenet on [cpu:0, cpu:1], batch 256, fp32",
+        "lockstep",
+        [
+            Row("lockstep", seconds=[0.1, 0.2, 0.4]),
+            Row("ddp-best", seconds=[0.2, 0.2, 0.2], chosen="1 thread a process"),
+            Row("ddp", seconds=[0.2], problem="failed: it broke"),
+            Row("fabric", problem="not installed: pip install 'lockstep[bench]'"),
+        ],
+        notes=["a note"],
+    )
+
+
+def test_the_spread_is_the_middle_and_both_ends():
+    assert spread([5.0, 1.0, 2.0, 9.0, 3.0]) == Spread(3.0, 1.0, 9.0)
+
+
+def test_a_ratio_compares_the_trials_of_one_round(table):
+    ours, other, broken, missing = table.rows
+    assert other.ratios(ours) == [2.0, 1.0, 0.5]
+    assert broken.ratios(ours) == missing.ratios(ours) == other.ratios(None) == []
+
+
+def test_the_table_says_medians_ratios_and_problems(table):
+    title, headings, *rows, note = table.text().splitlines()
+    assert title == table.title
+    assert "times lockstep" in headings
+    assert rows[0].split() == ["lockstep", "200", "(100", "to", "400)", "1.00x"]
+    assert rows[1].split()[:5] == ["ddp-best", "200", "(200", "to", "200)"]
+    assert "1.00x       (0.50 to 2.00)  1 thread a process" in rows[1]
+    assert rows[2].split() == ["ddp", "failed:", "it", "broke"]
+    assert rows[3].endswith("not installed: pip install 'lockstep[bench]'")
+    assert note.strip() == "a note"
+
+
+def test_the_record_has_every_single_trial(table):
+    plain = json.loads(to_json(table.plain()))
+    ours, other, broken, missing = plain["rows"]
+    assert ours["seconds"] == [0.1, 0.2, 0.4]
+    assert ours["ms_per_step"] == {"median": 200.0, "lowest": 100.0, "highest": 400.0}
+    assert other["times_lockstep"] == {"median": 1.0, "lowest": 0.5, "highest": 2.0}
+    assert broken["times_lockstep"] is None
+    assert (missing["seconds"], missing["ms_per_step"]) == ([], None)
+
+
+def test_without_the_reference_there_are_no_ratios(table):
+    table.rows[0].problem = "failed: it broke"
+    assert table.reference_row() is None
+    assert "x" not in table.text().splitlines()[3].replace("ddp-best", "")
+
+
+def test_record_and_picture_are_written_under_the_names_of_the_device(table, tmp_path):
+    record = {"device": "cpu", "machine": ["A CPU"], "date": "2026-01-01", "versions": versions("2.13.0")}
+    record["tables"] = [table.plain()]
+    paths = save(record, [table], tmp_path / "new")
+    assert [path.name for path in paths] == ["bench-cpu.json", "bench-cpu.png"]
+    assert json.loads(paths[0].read_text()) == json.loads(to_json(record))
+    assert paths[1].read_bytes().startswith(b"\x89PNG")
+    assert "A CPU; 2026-01-01" in title_of(record)
+
+
+def test_a_picture_of_nothing_is_a_picture(tmp_path):
+    draw_tables([Table("none", "lockstep", [Row("lockstep", problem="failed")])], "title", tmp_path / "empty.png")
+    assert (tmp_path / "empty.png").stat().st_size > 1000
