@@ -73,7 +73,10 @@ def flat_task(config: RunConfig, backend: Backend, model: Model, data: Dataset, 
                 f"{model.name} is written for every framework, and knows no {setting} {value}. Leave it out."
             )
     if config.compile and backend.capabilities.capture == "no":
-        raise ConfigError(f"{backend.name} does not compile a model. Leave --compile out, or use torch or jax.")
+        raise ConfigError(
+            f"{backend.name} does not compile a model. Leave --compile out, or use a backend "
+            f"that does (lockstep devices)."
+        )
     if given.scheduler is not None or given.metrics is not None or config.optimizer not in RULES:
         pick(RULES, config.optimizer, f"optimizer for {model.name}")
         raise ConfigError(

@@ -25,6 +25,8 @@ from lockstep.errors import BackendError, PeersLost
 
 HEAD = 4096  # bytes of a first message: its length, and as much as fits; as a rule, that is all
 LOOPBACK = "127.0.0.1"
+MESSAGES = 1 << 30  # the tag of what is no part of a vector
+Move = tuple[int, Tensor]  # a rank, and what is sent to it, or where what it sends is written to
 
 
 def serve_store() -> tuple[Store, int, int]:
@@ -82,6 +84,8 @@ class Group:
 
     def __init__(self, store: Store, rank: int, devices: Sequence[Device], address: str, timeout: float) -> None:
         self.rank, self.size, self.timeout = rank, len(devices), timeout
+        self._under_way: dict[int, list[Any]] = {}  # what waits for transfers, by their number
+        self._to_copy: dict[int, list[tuple[Tensor, Tensor]]] = {}  # from the CPU's memory, when they have arrived
         self.place = place_of(devices[rank])
         gpus = [device for device in devices if device.kind == "cuda"]
         # two ranks on one GPU: NCCL refuses them, and what they exchange goes through the CPU's memory
@@ -108,22 +112,42 @@ class Group:
         They end when nothing refers to them any more. So no function here keeps one, or what waits for one, in a
         variable: an exception would keep its frame, and the connection with it.
         """
+        self._under_way.clear()
+        self._to_copy.clear()
         for wire in (self._gloo, self._nccl):
             if wire is not None:
                 with contextlib.suppress(RuntimeError):
                     wire.abort()
         self._gloo = self._nccl = None
 
-    def transfer(self, sends: Sequence[tuple[int, Tensor]], sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """Sends vectors to ranks, and receives float32 vectors of these sizes from ranks, in the order given."""
-        if not sends and not sizes:
-            return []
+    @property
+    def can_overlap(self) -> bool:
+        """Whether something may be begun before what was begun earlier is finished."""
+        return not self._on_gpu
+
+    def begin(self, number: int, sends: Sequence[Move], receives: Sequence[Move]) -> None:
+        """Starts to send vectors to ranks, and to write what ranks send into vectors; all ranks use the same `number`.
+
+        Until it is finished, none of these vectors may be touched.
+        """
         place = self.place if self._on_gpu else torch.device("cpu")
-        received = [torch.empty(size, dtype=torch.float32, device=place) for _, size in sizes]
-        sent = [vector.to(place) for _, vector in sends]
-        targets, sources = [target for target, _ in sends], [source for source, _ in sizes]
-        self._move(self._on_gpu, list(zip(targets, sent, strict=True)), list(zip(sources, received, strict=True)))
-        return [vector.to(self.place) for vector in received]
+        sent = [(target, vector.to(place)) for target, vector in sends]
+        written = [
+            (source, vector if vector.device == place else torch.empty_like(vector, device=place))
+            for source, vector in receives
+        ]
+        self._under_way[number] = self._start(self._on_gpu, sent, written, number)
+        self._to_copy[number] = [
+            (vector, arrived)
+            for (_, vector), (_, arrived) in zip(receives, written, strict=True)
+            if vector is not arrived
+        ]
+
+    def finish(self, number: int) -> None:
+        """Waits until all that was begun with this number has arrived."""
+        self._finish(self._under_way.pop(number))
+        for vector, arrived in self._to_copy.pop(number):
+            vector.copy_(arrived)
 
     def all_reduce(self, vector: Tensor) -> Tensor:
         """The sum over all ranks, in PyTorch's own order of additions."""
@@ -145,14 +169,14 @@ class Group:
         head = torch.zeros(HEAD, dtype=torch.uint8)
         head[: min(HEAD, len(message))] = torch.from_numpy(message[:HEAD])
         heads = {rank: torch.empty(HEAD, dtype=torch.uint8) for rank in others}
-        self._move(False, [(rank, head) for rank in others], list(heads.items()))
+        self._move([(rank, head) for rank in others], list(heads.items()))
         lengths = {rank: int.from_bytes(first[:8].numpy().tobytes(), "little") + 8 for rank, first in heads.items()}
         rest = torch.from_numpy(message[HEAD:])
         rests = {
             rank: torch.empty(length - HEAD, dtype=torch.uint8) for rank, length in lengths.items() if length > HEAD
         }
         if len(rest) or rests:
-            self._move(False, [(rank, rest) for rank in others if len(rest)], list(rests.items()))
+            self._move([(rank, rest) for rank in others if len(rest)], list(rests.items()))
         found = {self.rank: own}
         for rank, first in heads.items():
             whole = torch.cat([first, rests[rank]]) if rank in rests else first
@@ -163,16 +187,28 @@ class Group:
         """On every rank the bytes of rank `source`."""
         return self.gather(own if self.rank == source else b"")[source]
 
-    def _move(self, on_gpu: bool, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
-        """Everything at the same time; over when all has arrived."""
+    def _move(self, sends: Sequence[Move], receives: Sequence[Move]) -> None:
+        """Everything at the same time, through the CPU's memory; over when all has arrived."""
+        self._finish(self._start(False, sends, receives, MESSAGES))
+
+    def _start(self, on_gpu: bool, sends: Sequence[Move], receives: Sequence[Move], tag: int) -> list[Any]:
         works: list[Any] = []
+        if not sends and not receives:
+            return works
         try:
             if on_gpu:
                 self._wire(on_gpu)._start_coalescing(self.place)
-            works += [self._wire(on_gpu).recv([tensor], source, 0) for source, tensor in receives]
-            works += [self._wire(on_gpu).send([tensor], target, 0) for target, tensor in sends]
+            works += [self._wire(on_gpu).recv([tensor], source, tag) for source, tensor in receives]
+            works += [self._wire(on_gpu).send([tensor], target, tag) for target, tensor in sends]
             if on_gpu:
                 works[:] = [self._wire(on_gpu)._end_coalescing(self.place)]
+        except RuntimeError as problem:
+            works.clear()
+            raise self._lost(problem) from problem
+        return works
+
+    def _finish(self, works: list[Any]) -> None:
+        try:
             self._wait(works, time.monotonic() + self.timeout)
         except RuntimeError as problem:
             works.clear()

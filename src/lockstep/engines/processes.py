@@ -14,15 +14,15 @@ from lockstep.data.dataset import map_leaves
 from lockstep.device import Device
 from lockstep.engines.engine import Batch, Exchanged, Gathered, Gradients, Replica
 from lockstep.engines.group import Group, tensor_from_plain, tensor_to_plain
-from lockstep.engines.rank import Held, compute_own_shards, cut_into_chunks, do_additions, total_of
+from lockstep.engines.rank import compute_own_shards
 from lockstep.engines.whereabouts import Whereabouts
+from lockstep.engines.wire import Wire
 from lockstep.errors import LockstepError, PeersLost, RankError, RunError
 from lockstep.exchange import NATIVE, schedule_for
 from lockstep.layout import Array
 from lockstep.named import user_source_line
 from lockstep.packing import pack, unpack
 from lockstep.split.balance import Balance
-from lockstep.split.batch import part_ranges
 
 
 class Processes:
@@ -44,6 +44,7 @@ class Processes:
         self.device = devices[self.rank]
         self.is_recording = False
         self._group = group
+        self._wires: dict[tuple[str, tuple[range, ...], int], Wire] = {}  # the last one
         self._undo = ExitStack()
 
     def __enter__(self) -> Self:
@@ -61,6 +62,7 @@ class Processes:
 
     def close(self) -> None:
         """Ends the connections and puts the framework's settings back. Twice does no harm."""
+        self._wires.clear()
         self._undo.close()
 
     def each(self, phase: str, work: Callable[..., Any], *lists: Sequence[Any]) -> list[Any]:
@@ -150,21 +152,10 @@ class Processes:
             for vector in nodes.values():
                 own += vector
             return self._group.all_reduce(own)
-        schedule = schedule_for(self.exchange_name, ranges)
-        places = part_ranges(size, schedule.num_chunks)
-        held: Held = cut_into_chunks(self.backend, nodes, size, schedule)
-        for round_ in schedule.rounds:
-            sent = [t for t in round_.transfers if t.source == self.rank and places[t.chunk]]
-            due = [t for t in round_.transfers if t.target == self.rank and places[t.chunk]]
-            arrived = self._group.transfer(
-                [(t.target, held[t.chunk, t.node]) for t in sent], [(t.source, len(places[t.chunk])) for t in due]
-            )
-            held |= {(t.chunk, t.node): vector for t, vector in zip(due, arrived, strict=True)}
-            for t in round_.transfers:
-                if t.target == self.rank and not places[t.chunk]:
-                    held[t.chunk, t.node] = torch.empty(0, device=self._group.place)
-            do_additions(self.backend, self.rank, round_, held)
-        return total_of(self.backend, held, schedule)
+        key = self.exchange_name, ranges, size
+        if key not in self._wires:
+            self._wires = {key: Wire(self._group, schedule_for(self.exchange_name, ranges), size)}
+        return self._wires[key].total(nodes)
 
     def update(self, replicas: Sequence[Replica], step: int, exchanged: Exchanged, shards: list[range]) -> None:
         def apply(rank: int, device: Device, replica: Replica, total: Tensor) -> None:

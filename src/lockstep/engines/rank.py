@@ -182,11 +182,6 @@ def take_part(backend: Backend, device: Device, rank: int, round_: Round, held: 
     for source, target, chunk, node in round_.transfers:
         if target == rank:
             mine[chunk, node] = backend.copy_to(held[source][chunk, node], device)
-    do_additions(backend, rank, round_, mine)
-
-
-def do_additions(backend: Backend, rank: int, round_: Round, mine: Held) -> None:
-    """The rank's additions of a round, in order."""
     for addition in round_.additions:
         if addition.rank == rank:
             chunk = addition.chunk
