@@ -68,6 +68,7 @@ class RunConfig:
     exchange: str = "sharded"
     balance: str = "equal"  # how many shards each device gets
     capture: bool = True  # steps on one GPU are recorded and replayed
+    trace: bool = False  # what every device does is written down; steps are then not recorded
     workers: int | None = None  # processes that load samples which are not in memory; nothing: one a core, four at most
     data_dir: Path | None = None  # where the files of a named data set lie
     out: Path | None = None  # the folder to record the run in

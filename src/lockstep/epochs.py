@@ -21,10 +21,11 @@ from lockstep.evaluate import measure_all
 from lockstep.exchange import KEEPS_THE_TREE
 from lockstep.layout import Array, sha256_of
 from lockstep.prepare import Prepared
-from lockstep.report.events import EpochDone, Event, Incident, Result, RunDone, RunStarted, RunStopped, StepDone
+from lockstep.report.events import EpochDone, Event, Incident, Result, RunDone, RunStarted, RunStopped, StepDone, Traced
 from lockstep.samples import Feed
 from lockstep.split.batch import split_into_shards
 from lockstep.steps import Steps, steps_for
+from lockstep.trace import Span, Trace, chrome_trace, lost_time
 
 Events = Generator[Event, None, None]
 MAX_HEALED = 10  # times in a run: what fails more often is broken
@@ -95,6 +96,7 @@ class Training:
             train_set = task.train_set(engine)
             closing.callback(train_set.close)
             self._steps = steps_for(engine, self.replicas, self._config.num_shards, train_set.in_memory)
+            engine.traces[:] = [Trace() for _ in own_devices] if self._config.trace else []
             closing.callback(self._forget_steps)
             test_set = None if task.test_set is None else task.test_set(engine)
             if test_set is not None:
@@ -114,6 +116,8 @@ class Training:
                     name = str(own_devices[0]) if is_one else f"rank {engine.local_ranks[0]}"
                     peaks = {name: peaks["cpu"]}
                 gathered = engine.gather([peaks for _ in own_devices])
+                if self._config.trace:
+                    yield self._traced()
             except RunError as problem:
                 if not isinstance(problem, (Stopped, PeersLost, Interrupted)):
                     yield self._stopped(str(problem))
@@ -122,6 +126,12 @@ class Training:
                 yield from self._interrupted(saved="")
             weights = self._weights or self.replicas[0].arrays()
         yield RunDone(self._result(weights, {name: peak for of_rank in gathered for name, peak in of_rank.items()}))
+
+    def _traced(self) -> Traced:
+        spans = [[list(one) for one in trace.spans] for trace in self._engine.traces]
+        ranks = [[Span(*one) for one in of_rank] for of_rank in self._engine.gather(spans)]
+        devices = [str(device) for device in self._engine.devices]
+        return Traced(chrome_trace(ranks, devices), lost_time(ranks).sentence(len(devices)))
 
     def _started(self) -> RunStarted:
         config, task, engine = self._config, self._task, self._engine

@@ -44,6 +44,11 @@ def run(config: RunConfig, given: Given | None = None, quiet: bool = False, resu
         start = replace(start, is_stopping=lambda: interrupts.requested)
         balance = balance_for(config.balance)
         with InProcess(
-            prepared.backend, prepared.devices, config.exchange, balance, config.timeout, records=config.capture
+            prepared.backend,
+            prepared.devices,
+            config.exchange,
+            balance,
+            config.timeout,
+            records=config.capture and not config.trace,
         ) as engine:
             return report(Training(config, prepared, engine, start).events(), log, quiet)

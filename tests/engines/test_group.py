@@ -6,6 +6,7 @@ import time
 import pytest
 
 from lockstep.device import Device
+from lockstep.engines.children import fork
 from lockstep.engines.group import LOOPBACK, Group, join_store, serve_store
 from lockstep.errors import PeersLost
 
@@ -16,7 +17,7 @@ TWO = [Device("cpu:0"), Device("cpu:1")]
 def test_a_rank_that_closes_its_connections_is_noticed_at_once_though_it_lives_on(how):
     """Also while somebody holds the group, and the exception with all its frames."""
     store, port, _ = serve_store()
-    child = os.fork()
+    child = fork()
     if child == 0:
         try:
             timeout = 1.0 if how == "after an error" else 60.0
@@ -56,7 +57,7 @@ def test_a_rank_that_closes_its_connections_is_noticed_at_once_though_it_lives_o
 def test_long_messages_and_short_ones_arrive_whole():
     store, port, _ = serve_store()
     messages = [b"", b"x", bytes(range(256)) * 100, b"y" * 4088, b"z" * 4089]
-    child = os.fork()
+    child = fork()
     if child == 0:
         try:
             group = Group(join_store(LOOPBACK, port, 30.0), 1, TWO, LOOPBACK, 30.0)

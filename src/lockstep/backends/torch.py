@@ -18,6 +18,7 @@ from lockstep.backends.sessions import one_at_a_time
 from lockstep.backends.torch_cpu import ConvReluPool2d, keep_freed_memory
 from lockstep.device import Device, Hardware
 from lockstep.layout import Array, Layout
+from lockstep.trace import span
 
 MAX_COMPILED = 1000  # shapes that a function is compiled for
 
@@ -203,8 +204,10 @@ class TorchBackend:
     ) -> tuple[Tensor, Tensor]:
         params = [param.requires_grad_() for param in self.unflatten(layout, flat.detach())]  # same memory
         with plain_errors(flat.device.type):
-            loss = loss_sum(params, X, y)
-            gradients = torch.autograd.grad(loss, params, allow_unused=True, materialize_grads=True)
+            with span("forward"):
+                loss = loss_sum(params, X, y)
+            with span("backward"):
+                gradients = torch.autograd.grad(loss, params, allow_unused=True, materialize_grads=True)
         pieces = [gradient.reshape(-1) for gradient in gradients]
         with_gaps = [piece for pair in zip(pieces, _gaps(layout, flat.device), strict=True) for piece in pair]
         return loss.detach(), torch.cat(with_gaps)

@@ -66,6 +66,10 @@ def train(
     capture: Annotated[
         bool, typer.Option("--capture/--no-capture", help="Record a step on one GPU once, and replay it.")
     ] = True,
+    trace: Annotated[
+        bool,
+        typer.Option("--trace", help="Write what every device does, and when, to trace.json, for Chrome or Perfetto."),
+    ] = False,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the run. Without it: runs/ and a name.", show_default=False)
     ] = None,
@@ -118,6 +122,7 @@ def train(
         precision=precision,
         compile=compile,
         capture=capture,
+        trace=trace,
         num_epochs=epochs,
         num_shards=shards,
         seed=seed,

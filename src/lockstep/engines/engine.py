@@ -12,6 +12,7 @@ from lockstep.device import Device
 from lockstep.exchange.nodes import Node
 from lockstep.layout import Array
 from lockstep.split.balance import Balance
+from lockstep.trace import Trace
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,7 @@ class Engine(Protocol):
     num_ranks: int
     local_ranks: range
     balance: Balance  # which shards a rank gets
+    traces: list[Trace]  # of the local ranks, while a run is traced
     is_recording: bool  # now: what is asked for is asked for once, and done again and again
 
     def __enter__(self) -> Self: ...

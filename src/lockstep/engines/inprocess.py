@@ -36,6 +36,7 @@ from lockstep.exchange.schedule import Schedule
 from lockstep.layout import Array
 from lockstep.named import source_line_of, user_source_line
 from lockstep.split.balance import Balance
+from lockstep.trace import Trace, span, traced
 
 
 class InProcess:
@@ -54,6 +55,7 @@ class InProcess:
         self.balance, self._records = balance or Balance(), records
         self.recorder: Recorder | None = None
         self.is_recording = False
+        self.traces: list[Trace] = []  # one for each rank, while a run is traced
         self.num_ranks = len(devices)
         self.local_ranks = range(self.num_ranks)
         self._undo = ExitStack()
@@ -92,8 +94,10 @@ class InProcess:
             return self._each_in_turn(phase, work, *lists)
 
         def run(rank: int, *entries: Any) -> Any:
-            result = work(rank, self.devices[rank], *entries)
-            self.backend.synchronize(self.devices[rank])
+            device = self.devices[rank]
+            with traced(self.traces[rank] if self.traces else None, lambda: self.backend.synchronize(device)):
+                result = work(rank, device, *entries)
+                self.backend.synchronize(device)
             return result
 
         futures = [
@@ -166,6 +170,8 @@ class InProcess:
 
     def forward_backward(self, replicas: Sequence[Replica], step: int, batch: Batch, shards: list[range]) -> Gradients:
         self._step = step
+        for trace in self.traces:
+            trace.step = step
         ranges = self.balance.ranges(len(shards), self.num_ranks)
         if self.is_recording and self.recorder is not None:
             return self._record_shards(self.recorder, replicas, step, batch, shards, ranges)
@@ -229,10 +235,12 @@ class InProcess:
         def work(rank: int, device: Device) -> Tensor:
             try:
                 for round_ in schedule.rounds:
-                    take_part(self.backend, device, rank, round_, held)
-                    self.backend.synchronize(device)
+                    with span("exchange"):
+                        take_part(self.backend, device, rank, round_, held)
+                        self.backend.synchronize(device)
                     all_done.wait()
-                return total_of(self.backend, held[rank], schedule)
+                with span("exchange"):
+                    return total_of(self.backend, held[rank], schedule)
             except BaseException:
                 all_done.abort()  # the others would wait
                 raise
@@ -242,7 +250,8 @@ class InProcess:
     def update(self, replicas: Sequence[Replica], step: int, exchanged: Exchanged, shards: list[range]) -> None:
         def apply(rank: int, device: Device, replica: Replica, total: Tensor) -> None:
             rows = [map_leaves(row, lambda tensor: self.backend.copy_to(tensor, device)) for row in exchanged.rows]
-            replica.update(step, total, Gathered([len(shard) for shard in shards], rows, exchanged.used))
+            with span("update"):
+                replica.update(step, total, Gathered([len(shard) for shard in shards], rows, exchanged.used))
 
         self.each("update", apply, replicas, exchanged.totals)
 

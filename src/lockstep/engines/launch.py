@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from lockstep.device import Device
-from lockstep.engines.children import die_with
+from lockstep.engines.children import die_with, fork
 from lockstep.engines.group import serve_store
 from lockstep.engines.member import NO_MEMORY, POLL_SECONDS, Member, run_worker
 from lockstep.errors import Interrupted, RunError
@@ -182,7 +182,7 @@ class Supervisor:
         sys.stderr.flush()
         with warnings.catch_warnings():  # of forking while there are threads: the store's has nothing to do with us
             warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-            process = os.fork()
+            process = fork()
         if process == 0:
             self._become_worker(worker, parent)
         self._workers[worker] = (process, slot)

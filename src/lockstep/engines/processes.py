@@ -23,6 +23,7 @@ from lockstep.layout import Array
 from lockstep.named import user_source_line
 from lockstep.packing import pack, unpack
 from lockstep.split.balance import Balance
+from lockstep.trace import WAIT, Trace, span, traced
 
 
 class Processes:
@@ -43,6 +44,7 @@ class Processes:
         self.local_ranks = range(self.rank, self.rank + 1)
         self.device = devices[self.rank]
         self.is_recording = False
+        self.traces: list[Trace] = []  # that of this rank, while a run is traced
         self._group = group
         self._wires: dict[tuple[str, tuple[range, ...], int], Wire] = {}  # the last one
         self._undo = ExitStack()
@@ -69,8 +71,9 @@ class Processes:
         """`work(rank, device, ...)` for this process's rank."""
         self.whereabouts.phase = phase
         try:
-            result = work(self.rank, self.device, *(entries[0] for entries in lists))
-            self.backend.synchronize(self.device)
+            with traced(self.traces[0] if self.traces else None, lambda: self.backend.synchronize(self.device)):
+                result = work(self.rank, self.device, *(entries[0] for entries in lists))
+                self.backend.synchronize(self.device)
             self.whereabouts.phase = f"what comes after {phase}"  # not on an error: others look for who did not come
         except LockstepError:
             raise
@@ -89,6 +92,8 @@ class Processes:
 
     def forward_backward(self, replicas: Sequence[Replica], step: int, batch: Batch, shards: list[range]) -> Gradients:
         self.whereabouts.step = step
+        for trace in self.traces:
+            trace.step = step
         ranges = self.balance.ranges(len(shards), self.num_ranks)
         busy = [rank for rank in range(self.num_ranks) if ranges[rank]]
         is_cancelled = False
@@ -132,10 +137,12 @@ class Processes:
             "seconds": gradients.seconds[0],
             "size": max((len(vector) for vector in nodes.values()), default=0),
         }
-        heard = [unpack(other, is_strict=False) for other in self._group.gather(pack(said))]
+        with span(WAIT):  # for the last one to come
+            heard = [unpack(other, is_strict=False) for other in self._group.gather(pack(said))]
         self.balance.measured(gradients.ranges, [other["seconds"] for other in heard])
         size = max(other["size"] for other in heard)
-        total = self._total(nodes, gradients.ranges, size)
+        with span("exchange"):
+            total = self._total(nodes, gradients.ranges, size)
         return Exchanged(
             totals=[total],
             losses=[loss for other in heard for loss in other["losses"]],
@@ -159,7 +166,8 @@ class Processes:
 
     def update(self, replicas: Sequence[Replica], step: int, exchanged: Exchanged, shards: list[range]) -> None:
         def apply(rank: int, device: Device, replica: Replica, total: Tensor) -> None:
-            replica.update(step, total, Gathered([len(shard) for shard in shards], exchanged.rows, exchanged.used))
+            with span("update"):
+                replica.update(step, total, Gathered([len(shard) for shard in shards], exchanged.rows, exchanged.used))
 
         self.each("update", apply, replicas, exchanged.totals)
         self.enter("loading of samples")

@@ -15,6 +15,7 @@ from lockstep.exchange.nodes import Node, maximal_nodes, sum_at_once, sum_of
 from lockstep.exchange.schedule import Round, Schedule
 from lockstep.named import user_source_line
 from lockstep.split.batch import part_ranges
+from lockstep.trace import span
 
 
 class OwnShards(NamedTuple):
@@ -33,7 +34,8 @@ Held = dict[tuple[int, Node], Tensor]  # (chunk, node) -> that part of the vecto
 def fetch_shards(batch: Batch, rank: int, shards: list[range], own: range) -> Iterator[Shard]:
     """The rank's own shards, each when it is asked for."""
     for number in own:
-        X, y = batch.fetch(rank, shards[number].start, shards[number].stop)
+        with span("data"):
+            X, y = batch.fetch(rank, shards[number].start, shards[number].stop)
         yield Shard(number, len(shards[number]), X, y)
 
 
@@ -58,7 +60,8 @@ def add_up_own_shards(
         done.append(Leaf(None, *rest))
         return gradient
 
-    nodes = {node: sum_of(node, leaf, backend.add) for node in maximal_nodes(own, len(shards))}
+    with span("forward and backward"):
+        nodes = {node: sum_of(node, leaf, backend.add) for node in maximal_nodes(own, len(shards))}
     losses = [float(leaf.loss) for leaf in done]
     backend.synchronize(device)
     return OwnShards(nodes, losses, *_beside_gradients(done), time.perf_counter() - began)

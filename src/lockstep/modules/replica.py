@@ -49,6 +49,7 @@ from lockstep.modules.random import (
 from lockstep.modules.strides import channels_last, flat_in_memory, shaped_like
 from lockstep.modules.sync import SyncNorms
 from lockstep.rates import Rates
+from lockstep.trace import span
 
 LOOK_STEPS = 2  # in which every operation is watched: does it draw?
 
@@ -137,8 +138,10 @@ class ModuleReplica:
             part = self._part_for(shard)
             with plain_errors(self._place.type):
                 part.buffers.start_shard()
-                loss = self._recorded(part, step, shard) if self._is_recorded else self._computed(part, step, shard)
-                with NoDraws():
+                with span("forward"):
+                    compute = self._recorded if self._is_recorded else self._computed
+                    loss = compute(part, step, shard)
+                with span("backward"), NoDraws():
                     # from its edge: a call with a tensor would be one of those to watch, with all that it calls
                     gradients = torch.autograd.grad(
                         [get_gradient_edge(loss)],

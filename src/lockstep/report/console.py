@@ -9,7 +9,7 @@ from typing import Any, TextIO
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lockstep.report.events import EpochDone, Event, Incident, RunDone, RunStarted, RunStopped, StepDone
+from lockstep.report.events import EpochDone, Event, Incident, RunDone, RunStarted, RunStopped, StepDone, Traced
 
 PLAIN_LINE_SECONDS = 10.0  # in a log, a line within an epoch at most this often
 
@@ -54,7 +54,7 @@ class Console:
                 self._step_done(event)
             case EpochDone():
                 self._epoch_done(event)
-            case Incident(sentence=sentence):
+            case Incident(sentence=sentence) | Traced(sentence=sentence):
                 self.note(sentence)
             case RunStopped():
                 _end(self._progress)

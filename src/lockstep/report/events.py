@@ -118,4 +118,12 @@ class Incident:
     sentence: str
 
 
-Event = RunStarted | StepDone | EpochDone | RunDone | RunStopped | Incident
+@dataclass(frozen=True)
+class Traced:
+    """What every rank did, from when to when, and what a perfect speed-up lost to what."""
+
+    chrome: list[dict[str, Any]]  # as Chrome and Perfetto read it
+    sentence: str
+
+
+Event = RunStarted | StepDone | EpochDone | RunDone | RunStopped | Incident | Traced

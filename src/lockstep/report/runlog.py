@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save
 
 from lockstep.errors import ConfigError, RunError
 from lockstep.layout import Array
-from lockstep.report.events import EpochDone, Event, Incident, RunDone, RunStarted, RunStopped, StepDone
+from lockstep.report.events import EpochDone, Event, Incident, RunDone, RunStarted, RunStopped, StepDone, Traced
 
 MAX_JSON_BYTES = 1 << 20
 LOCK_SECONDS = 10.0  # to wait for the processes of a run that was killed
@@ -86,6 +86,9 @@ class RunLog:
                     self._line(event.kind, {"sentence": event.sentence})
                 case EpochDone():
                     self._line("epoch", asdict(event))
+                case Traced():
+                    self._text("trace.json", to_json(event.chrome))
+                    self._line("traced", {"sentence": event.sentence})
                 case RunDone(result):
                     self._keep(result.history, {**result.params, **result.buffers})
                     fields = result.summary()

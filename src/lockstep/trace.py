@@ -1,0 +1,154 @@
+"""Where the time of a step goes: what each rank did from when to when, while a run is traced.
+
+`span` is put around the parts of a step; it does nothing unless the calling thread is traced. A span within another one
+interrupts it, so no moment is counted twice. What lies between two spans of a step is waiting.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+MAX_SPANS = 100_000  # of a rank, in whole: the first thousand steps or so
+WAIT = "wait"
+SHARED = ("data", "forward", "backward", "forward and backward")  # work that k devices share out
+REPEATED = "update"  # work that every device does for itself
+_HERE = threading.local()  # .trace: that of the rank which this thread works for
+
+
+class Span(NamedTuple):
+    """What a rank did, in which step, from when to when (seconds of a clock that all processes share)."""
+
+    name: str
+    step: int
+    start: float
+    end: float
+
+
+class Trace:
+    """The spans of one rank. Only its own thread adds to it."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self.step = 0
+        self._open: list[str] = []
+        self._since = 0.0
+
+    def enter(self, name: str) -> None:
+        """From now on, the rank does this."""
+        self._close()
+        self._open.append(name)
+
+    def leave(self) -> None:
+        """It goes on with what it did before."""
+        self._close()
+        self._open.pop()
+
+    def _close(self) -> None:
+        now = time.monotonic()
+        if self._open and len(self.spans) < MAX_SPANS:
+            self.spans.append(Span(self._open[-1], self.step, self._since, now))
+        self._since = now
+
+
+@contextmanager
+def traced(trace: Trace | None, settle: Callable[[], None] | None = None) -> Iterator[None]:
+    """While it is entered, spans of this thread go to `trace`. `settle` waits for what was asked of a device."""
+    _HERE.trace, _HERE.settle = trace, settle
+    try:
+        yield
+    finally:
+        _HERE.trace = None
+
+
+@contextmanager
+def span(name: str) -> Iterator[None]:
+    """What the calling thread does meanwhile is called `name`."""
+    trace: Trace | None = getattr(_HERE, "trace", None)
+    if trace is None:
+        yield
+        return
+    trace.enter(name)
+    try:
+        yield
+        if _HERE.settle is not None:
+            _HERE.settle()
+    finally:
+        trace.leave()
+
+
+def with_waits(spans: Sequence[Span]) -> list[Span]:
+    """The spans of a rank in order, and between those of one step the waiting."""
+    found: list[Span] = []
+    for one in sorted(spans, key=lambda span: span.start):
+        if found and found[-1].step == one.step and one.start > found[-1].end:
+            found.append(Span(WAIT, one.step, found[-1].end, one.start))
+        found.append(one)
+    return found
+
+
+def chrome_trace(ranks: Sequence[Sequence[Span]], devices: Sequence[str]) -> list[dict[str, Any]]:
+    """The spans of all ranks as Chrome and Perfetto read them: a row for each rank, times in microseconds."""
+    begin = min((one.start for spans in ranks for one in spans), default=0.0)
+    events: list[dict[str, Any]] = [
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"rank {rank} ({device})"}}
+        for rank, device in enumerate(devices)
+    ]
+    for rank, spans in enumerate(ranks):
+        events += [
+            {
+                "name": one.name,
+                "ph": "X",
+                "pid": 0,
+                "tid": rank,
+                "ts": round(1e6 * (one.start - begin), 1),
+                "dur": round(1e6 * (one.end - one.start), 1),
+                "args": {"step": one.step},
+            }
+            for one in with_waits(spans)
+        ]
+    return events
+
+
+class Lost(NamedTuple):
+    """A step in milliseconds, averaged over steps and ranks: what it takes, what it would, and what the rest is."""
+
+    step: float
+    perfect: float  # if k devices were k times as fast as one
+    to: dict[str, float]  # what -> milliseconds
+
+    def sentence(self, num_ranks: int) -> str:
+        """What is said at the end of a run."""
+        parts = ", ".join(f"{name} {ms:.2f}" for name, ms in self.to.items()) or "nothing"
+        return (
+            f"a step took {self.step:.2f} ms; a perfect {num_ranks}-fold speed-up would take {self.perfect:.2f}; "
+            f"lost in ms: {parts}"
+        )
+
+
+def lost_time(ranks: Sequence[Sequence[Span]]) -> Lost:
+    """Where a perfect k-fold speed-up went. The first step is left out: things are loaded in it.
+
+    >>> one = [Span("forward", 2, 0.0, 0.004), Span("update", 2, 0.005, 0.006)]
+    >>> lost_time([one, [Span("forward", 2, 0.0, 0.005), Span("update", 2, 0.005, 0.006)]])
+    Lost(step=6.0, perfect=5.0, to={'update': 0.5, 'wait': 0.5})
+    """
+    steps = sorted({one.step for spans in ranks for one in spans})[1:] or [
+        one.step for spans in ranks for one in spans[:1]
+    ]
+    counted, num_ranks = set(steps), len(ranks)
+    times: dict[str, float] = {}
+    for spans in ranks:
+        for one in with_waits(spans):
+            if one.step in counted:
+                times[one.name] = times.get(one.name, 0.0) + one.end - one.start
+    per_step = {name: 1e3 * seconds / (num_ranks * max(1, len(counted))) for name, seconds in times.items()}
+    repeated = per_step.get(REPEATED, 0.0)
+    perfect = sum(per_step.get(name, 0.0) for name in SHARED) + repeated / num_ranks
+    to = {name: ms for name, ms in per_step.items() if name not in (*SHARED, REPEATED)}
+    if num_ranks > 1 and repeated:
+        to = {REPEATED: repeated * (1 - 1 / num_ranks), **to}
+    return Lost(
+        round(sum(per_step.values()), 6), round(perfect, 6), {name: round(ms, 6) for name, ms in to.items() if ms > 0}
+    )
