@@ -28,6 +28,7 @@ from lockstep.steps import Steps, steps_for
 from lockstep.trace import Span, Trace, chrome_trace, lost_time
 
 Events = Generator[Event, None, None]
+NEWS_SECONDS = 0.5  # that are worth a line
 MAX_HEALED = 10  # times in a run: what fails more often is broken
 
 
@@ -182,6 +183,12 @@ class Training:
                 yield from self._interrupted(self._saved_now())
         while under_way:
             yield from self._finish_step(*under_way.popleft(), began)
+        first = self._steps.first_seconds()
+        if config.compile or self._steps.ahead:  # an epoch's time is that of its steps: this is said apart
+            progress.seconds -= first
+            if first > NEWS_SECONDS:
+                what = "compiled" if config.compile else "recorded"
+                yield Incident("prepared", f"epoch {epoch}: {first:.1f} s more, in which steps were {what}")
         now = self.replicas[0].arrays()
         if not all(np.isfinite(now[name]).all() for name in task.parameters):
             yield from self._stop("a weight is no longer a number")

@@ -6,6 +6,7 @@ exchange. The update is asked for anew each time: its learning rate is a number 
 within an epoch; the host is a few steps ahead of it.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -41,9 +42,24 @@ class Steps:
     def __init__(self, engine: Engine, replicas: Sequence[Replica], num_shards: int, problem: str = "") -> None:
         self._engine, self._replicas, self._num_shards = engine, replicas, num_shards
         self.problem = problem  # why steps are not recorded, where they were to be
+        self._sizes: set[int] = set()  # of batches that were seen
+        self._seconds = 0.0
 
     def __call__(self, step: int, batch: Batch) -> Pending:
         """Does step number `step`, or begins to; gives the losses of the shards, to be read when they are needed."""
+        began, is_first = time.perf_counter(), batch.num_samples not in self._sizes
+        pending = self._begun(step, batch)
+        if is_first:
+            self._sizes.add(batch.num_samples)
+            self._seconds += time.perf_counter() - began
+        return pending
+
+    def first_seconds(self) -> float:
+        """Seconds that the first steps of each size of batch took since the last time that this was asked."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def _begun(self, step: int, batch: Batch) -> Pending:
         return Known(train_step(self._engine, self._replicas, step, batch, self._num_shards))
 
 
@@ -57,7 +73,7 @@ class RecordedSteps(Steps):
         self._one_thread, self._recorder = engine, recorder
         self._recordings: dict[int, Recording] = {}  # samples of a batch ->
 
-    def __call__(self, step: int, batch: Batch) -> Pending:
+    def _begun(self, step: int, batch: Batch) -> Pending:
         if not self.problem:
             try:
                 return self._replayed(step, batch)
@@ -65,7 +81,7 @@ class RecordedSteps(Steps):
                 self.problem = str(problem)
             for replica in self._replicas:
                 replica.forget()
-        return super().__call__(step, batch)
+        return super()._begun(step, batch)
 
     def _replayed(self, step: int, batch: Batch) -> Pending:
         assert batch.refill is not None, "samples in memory have it"
