@@ -11,6 +11,7 @@ from lockstep.errors import ConfigError
 HOW = {"data": "fashion-mnist-mini", "num_epochs": 1, "lr": 0.2, "quiet": True, "compile": True}
 
 
+@pytest.mark.filterwarnings("ignore")  # what a compiler says about itself
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for a CPU needs g++")
 def test_every_number_of_devices_gives_the_same_weights():
     results = [lockstep.train(**HOW, devices=k) for k in (1, 2)]

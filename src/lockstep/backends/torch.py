@@ -1,4 +1,4 @@
-"""PyTorch. Besides this file, only those in `modules` import it."""
+"""PyTorch. Besides this file and its two neighbours, only `modules`, `bench` and wires of `engines` import it."""
 
 import os
 import random
