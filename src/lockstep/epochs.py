@@ -3,14 +3,14 @@
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from lockstep.backends import Pending, peak_memory, reset_peak_memory
+from lockstep.backends import Pending, reset_peak_memory
 from lockstep.checkpoint import Checkpoint, Checkpoints, Progress, how_to_go_on, identity_of, made_with, unpacked
 from lockstep.config import RunConfig
 from lockstep.data.order import sample_order
@@ -19,13 +19,14 @@ from lockstep.engines import Engine, Replica
 from lockstep.errors import Interrupted, PeersLost, RunError
 from lockstep.evaluate import measure_all
 from lockstep.exchange import KEEPS_THE_TREE
-from lockstep.layout import Array, sha256_of
+from lockstep.layout import Array
+from lockstep.outcome import kept, peaks_of, result_of, traced_by
 from lockstep.prepare import Prepared
-from lockstep.report.events import EpochDone, Event, Incident, Result, RunDone, RunStarted, RunStopped, StepDone, Traced
+from lockstep.report.events import EpochDone, Event, Incident, RunDone, RunStarted, RunStopped, StepDone
 from lockstep.samples import Feed
 from lockstep.split.batch import split_into_shards
 from lockstep.steps import Steps, steps_for
-from lockstep.trace import Span, Trace, chrome_trace, lost_time
+from lockstep.trace import Trace
 
 Events = Generator[Event, None, None]
 NEWS_SECONDS = 0.5  # that are worth a line
@@ -111,14 +112,9 @@ class Training:
                         self._go_back(back.checkpoint)
                         self._steps = steps_for(engine, self.replicas, self._config.num_shards, train_set.in_memory)
                         yield Incident("healed", str(back))
-                peaks = peak_memory(engine.backend, own_devices)
-                if len(own_devices) < engine.num_ranks and "cpu" in peaks:  # every rank is a process
-                    is_one = len(set(engine.devices)) == engine.num_ranks  # else there are several machines
-                    name = str(own_devices[0]) if is_one else f"rank {engine.local_ranks[0]}"
-                    peaks = {name: peaks["cpu"]}
-                gathered = engine.gather([peaks for _ in own_devices])
+                peaks = peaks_of(engine)
                 if self._config.trace:
-                    yield self._traced()
+                    yield traced_by(engine)
             except RunError as problem:
                 if not isinstance(problem, (Stopped, PeersLost, Interrupted)):
                     yield self._stopped(str(problem))
@@ -126,13 +122,7 @@ class Training:
             except KeyboardInterrupt:
                 yield from self._interrupted(saved="")
             weights = self._weights or self.replicas[0].arrays()
-        yield RunDone(self._result(weights, {name: peak for of_rank in gathered for name, peak in of_rank.items()}))
-
-    def _traced(self) -> Traced:
-        spans = [[list(one) for one in trace.spans] for trace in self._engine.traces]
-        ranks = [[Span(*one) for one in of_rank] for of_rank in self._engine.gather(spans)]
-        devices = [str(device) for device in self._engine.devices]
-        return Traced(chrome_trace(ranks, devices), lost_time(ranks).sentence(len(devices)))
+        yield RunDone(result_of(self._config, task, engine, self.progress, weights, peaks))
 
     def _started(self) -> RunStarted:
         config, task, engine = self._config, self._task, self._engine
@@ -283,7 +273,7 @@ class Training:
 
     def _interruption(self, saved: str) -> Interrupted:
         where = f" A checkpoint is in {saved}." if saved else ""
-        how = how_to_go_on(self._config) or _kept(self._config, self.progress.history)
+        how = how_to_go_on(self._config) or kept(self._config, self.progress.history)
         return Interrupted(f"interrupted after step {self.progress.step}.{where}{how}")
 
     def _stop(self, what: str) -> Events:
@@ -295,36 +285,4 @@ class Training:
             why = "No update has happened yet: look at the data, the model and the loss"
         reason = f"epoch {progress.epoch}, step {progress.step}: {what}. {why}"
         yield self._stopped(reason)
-        raise Stopped(f"{reason}.{_kept(config, progress.history)}")
-
-    def _result(self, weights: dict[str, Array], peaks: dict[str, int]) -> Result:
-        task, engine, history = self._task, self._engine, self.progress.history
-        seconds_per_epoch = sum(done.seconds for done in history) / len(history)
-        buffers = [name for name in weights if name not in set(task.parameters)]
-        return Result(
-            test_accuracy=history[-1].test_accuracy,
-            metrics=history[-1].metrics,
-            seconds_per_epoch=seconds_per_epoch,
-            samples_per_second=task.num_train / seconds_per_epoch,
-            backend=engine.backend.name,
-            backend_version=engine.backend.version(),
-            devices=[str(device) for device in engine.devices],
-            peak_memory=peaks,
-            steps=self.progress.step,
-            first_loss=self.progress.first_loss,
-            weights_sha256=sha256_of([weights[name] for name in task.parameters]),
-            buffers_sha256=sha256_of([weights[name] for name in buffers]) if buffers else None,
-            history=history,
-            run=self._config.out,
-            params={name: weights[name] for name in task.parameters},
-            buffers={name: weights[name] for name in buffers},
-            module=task.trained(weights),
-        )
-
-
-def _kept(config: RunConfig, history: Sequence[EpochDone]) -> str:
-    """Where to find what there is of a run that stopped."""
-    if config.out is None:
-        return ""
-    has = f" and the weights after epoch {len(history)}" if history else ""
-    return f" The metrics{has} are in {config.out}. To begin anew, remove it or choose another --out."
+        raise Stopped(f"{reason}.{kept(config, progress.history)}")

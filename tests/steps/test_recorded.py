@@ -178,3 +178,21 @@ def test_what_cannot_be_recorded_is_run_as_it_is_and_said(recorder, capsys):
 def test_a_loss_that_is_no_number_is_noticed_though_the_host_is_ahead(recorder):
     with pytest.raises(RunError, match=r"epoch 1, step \d+: the loss is no longer a number"):
         lockstep.train(**{**SETTINGS, "lr": 1e20})
+
+
+class Remembering(nn.Module):
+    """Counts its calls in a plain attribute, which every rank would have for itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.out, self.calls = nn.Linear(784, 10), 0
+
+    def forward(self, X):
+        self.calls += 1
+        return self.out(X.flatten(1)) / self.calls
+
+
+def test_what_is_refused_in_a_step_as_it_is_is_refused_in_a_recorded_one(recorder):
+    with pytest.raises(RunError, match="The model changes its attribute calls in the forward pass"):
+        lockstep.train(**SETTINGS, model=Remembering)
+    assert recorder.num_replayed == 0

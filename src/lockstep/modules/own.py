@@ -17,7 +17,7 @@ from lockstep.errors import ConfigError
 from lockstep.models import BuiltIn
 from lockstep.modules.handling import call, copy_of, modes_of, set_modes
 from lockstep.modules.random import AUGMENTATION, KeyedRandom, random_numbers_of
-from lockstep.modules.replica import ModuleRecipe
+from lockstep.modules.recipe import ModuleRecipe
 from lockstep.named import called
 
 

@@ -1,9 +1,8 @@
 """A replica of a PyTorch module: a shard's gradient, an update, and the metrics of a few samples."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,8 +15,6 @@ from lockstep.device import Device
 from lockstep.engines import Gathered, Leaf, Meet, Shard
 from lockstep.errors import NotRecorded, RunError
 from lockstep.layout import Array, Layout, sha256_of
-from lockstep.modules.attributes import Attributes
-from lockstep.modules.buffers import Buffers
 from lockstep.modules.handling import (
     arrays_of,
     call,
@@ -28,7 +25,7 @@ from lockstep.modules.handling import (
     names_of,
     set_modes,
 )
-from lockstep.modules.losses import PerSample, summed
+from lockstep.modules.losses import summed
 from lockstep.modules.memory import (
     memory_of_optimizer,
     memory_of_scheduler,
@@ -36,7 +33,7 @@ from lockstep.modules.memory import (
     restore_scheduler,
     to_numpy,
 )
-from lockstep.modules.optimizers import MakeOptimizer
+from lockstep.modules.parts import Part
 from lockstep.modules.random import (
     OPTIMIZER,
     KeyedRandom,
@@ -46,40 +43,12 @@ from lockstep.modules.random import (
     seed_of,
     shard_seed,
 )
+from lockstep.modules.recipe import ModuleRecipe
 from lockstep.modules.strides import channels_last, flat_in_memory, shaped_like
 from lockstep.modules.sync import SyncNorms
-from lockstep.rates import Rates
 from lockstep.trace import span
 
 LOOK_STEPS = 2  # in which every operation is watched: does it draw?
-
-
-@dataclass
-class Part:
-    """What a shard is computed with. Shards that are computed beside each other have one each."""
-
-    module: nn.Module
-    edges: list[Any]  # where the gradients of its parameters come out
-    buffers: Buffers
-    random: KeyedRandom
-
-
-@dataclass(frozen=True)
-class ModuleRecipe:
-    """How a module is trained: the same for all ranks."""
-
-    module: nn.Module  # the user's own; never trained itself
-    loss: PerSample
-    metrics: dict[str, PerSample]
-    optimizer: MakeOptimizer
-    scheduler: Callable[[torch.optim.Optimizer], Any] | None
-    seed: int
-    rates: Rates = field(default_factory=Rates)
-    clip_norm: float | None = None
-    is_sync: bool = False  # batch norm over the whole batch
-    precision: str = "fp32"
-    channels_last: bool = False  # how images and their kernels lie in memory
-    compiles: bool = False  # the module is made into code of its own
 
 
 class ModuleReplica:
@@ -108,10 +77,8 @@ class ModuleReplica:
         if memory is not None:
             restore_optimizer(self._optimizer, memory["optimizer"], self._place)
             restore_scheduler(self._scheduler, memory["scheduler"], self._place)
-        self._buffers = Buffers(self.module, recipe.is_sync)
-        self._attributes = Attributes(self.module)
-        self._random = KeyedRandom(self._place)
-        self._own = Part(self.module, self._edges_of(self.module), self._buffers, self._random)
+        self._own = Part(self.module, [name for name, _ in self._trained], self._place, recipe.is_sync)
+        self._buffers, self._random = self._own.buffers, self._own.random
         # parameters that the first shard must not depend on
         self._strangers = [get_gradient_edge(param) for param in recipe.module.parameters() if param.requires_grad]
         self._beside: dict[int, Part] = {}  # by the number of the shard, in a recording
@@ -156,7 +123,7 @@ class ModuleReplica:
                     "effect. Let the model give what the loss needs, as an entry of a tuple."
                 )
             self._strangers = []
-            yield self.leaf(loss, list(gradients[:num_own]), part.buffers)
+            yield self.leaf(loss, list(gradients[:num_own]), part)
 
     def _computed(self, part: Part, step: int, shard: Shard) -> Tensor:
         if self._recipe.compiles:  # such a model was found not to draw
@@ -183,17 +150,8 @@ class ModuleReplica:
         if not self._is_recorded:
             return self._own
         if shard.number not in self._beside:
-            # the same numbers, with a place of their own for gradients to come out, on the stream of this shard
-            twins = {id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in self.module.parameters()}
-            twin = copy.deepcopy(self.module, dict(twins))
-            buffers = Buffers(twin, is_sync=False)
-            buffers.follow(self._buffers)
-            self._beside[shard.number] = Part(twin, self._edges_of(twin), buffers, KeyedRandom(self._place))
+            self._beside[shard.number] = self._own.twin()
         return self._beside[shard.number]
-
-    def _edges_of(self, module: nn.Module) -> list[Any]:
-        named = dict(module.named_parameters())
-        return [get_gradient_edge(named[name]) for name, _ in self._trained]
 
     def _start(self, step: int) -> None:
         """Everything as it has to be before the first shard of a step."""
@@ -243,13 +201,14 @@ class ModuleReplica:
             )
         return loss
 
-    def leaf(self, loss: Tensor, gradients: list[Tensor | None], buffers: Buffers | None = None) -> Leaf:
-        """What a shard leaves behind, also in `buffers` where they are not the module's own."""
-        row = (buffers or self._buffers).row()
+    def leaf(self, loss: Tensor, gradients: list[Tensor | None], part: Part | None = None) -> Leaf:
+        """What a shard leaves behind, also in `part` where that is not the module itself."""
+        part = part or self._own
+        row = part.buffers.row()
         if self._is_recorded and any(row):  # "" are statistics
             raise NotRecorded(f"the model changes its buffer {next(filter(None, row))}")
         if self._step == self._first_step:
-            self._attributes.check()
+            part.attributes.check()
         used = frozenset(number for number, gradient in enumerate(gradients) if gradient is not None)
         pieces: list[Tensor] = []
         for (name, param), gradient, gap in zip(self._trained, gradients, self._gaps, strict=True):

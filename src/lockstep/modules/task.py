@@ -20,7 +20,8 @@ from lockstep.modules.loading import Loader, as_arrays, check_keyed, check_map_s
 from lockstep.modules.losses import LOSSES, METRICS, PerSample
 from lockstep.modules.optimizers import optimizer_maker
 from lockstep.modules.own import check_compilable, check_optimizer, check_smallest_shard, made_module
-from lockstep.modules.replica import ModuleRecipe, ModuleReplica
+from lockstep.modules.recipe import ModuleRecipe
+from lockstep.modules.replica import ModuleReplica
 from lockstep.modules.strides import lies_channels_last
 from lockstep.named import OWN, is_place, load_named
 from lockstep.rates import Rates
