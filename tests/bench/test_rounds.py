@@ -159,14 +159,23 @@ def test_the_impossible_is_refused_at_once(lockstep, arguments, tmp_path):
 def test_when_it_is_ended_everything_ends(number, tmp_path):
     command = [sys.executable, "-m", "lockstep", "bench", "--models", "lenet", "--data", "fashion-mnist-mini"]
     command += ["--devices", "2", "--only", "ddp", "--trials", "1000", "--no-exchanges"]
-    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        assert any("warming up ddp" in line for line in process.stderr)
-        started = below(process.pid)
-        assert len(started) >= 3
-        os.kill(int(started[0]), signal.SIGSTOP)  # one that hangs, and does not notice by itself
-        process.send_signal(number)
-        assert process.wait(timeout=30) == (130 if number == signal.SIGINT else -number)
-        process.stderr.close()
+    with subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell has its background ignore it
+    ) as process:
+        try:
+            assert process.stderr is not None
+            assert any("warming up ddp" in line for line in process.stderr)
+            started = below(process.pid)
+            assert len(started) >= 3
+            os.kill(int(started[0]), signal.SIGSTOP)  # one that hangs, and does not notice by itself
+            process.send_signal(number)
+            assert process.wait(timeout=30) == (130 if number == signal.SIGINT else -number)
+            process.stderr.close()
+        finally:
+            process.kill()
     assert wait_until(lambda: not any(map(is_alive, started)))
     assert not (tmp_path / "benchmarks").exists()
