@@ -5,6 +5,7 @@ import inspect
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 import warnings
@@ -60,7 +61,8 @@ def public(thing):
 @pytest.mark.parametrize("protocol", [Backend, Ops], ids=["Backend", "Ops"])
 def test_signatures_are_the_protocols(backend, protocol):
     real = backend if protocol is Backend else backend.ops
-    assert public(protocol) == public(type(real))
+    assert public(type(real)) <= public(protocol)
+    assert public(protocol) - public(type(real)) <= {"conv_relu_pool2d"}, "all else has no default"
     for function in public(protocol):
         expected = list(inspect.signature(getattr(protocol, function)).parameters)[1:]
         assert list(inspect.signature(getattr(real, function)).parameters) == expected, function
@@ -575,9 +577,13 @@ def test_the_example_in_the_documentation_runs(name, tmp_path, monkeypatch, caps
 # --- what a framework cannot do ---
 
 
+@pytest.mark.filterwarnings("ignore")  # what a compiler says about itself
 def test_capture_gives_the_same_function_or_a_sentence(backend):
     def double(x):
         return x + x
+
+    if backend.capabilities.capture == "on request" and shutil.which("g++") is None:
+        pytest.skip("compiling for a CPU needs g++")
 
     if backend.capabilities.capture == "no":
         with pytest.raises(BackendError, match=r"[Cc]all (it|the function) as it is, or use .*jax"):
