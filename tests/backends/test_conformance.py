@@ -5,7 +5,6 @@ import inspect
 import json
 import math
 import re
-import shutil
 import subprocess
 import sys
 import warnings
@@ -577,13 +576,12 @@ def test_the_example_in_the_documentation_runs(name, tmp_path, monkeypatch, caps
 # --- what a framework cannot do ---
 
 
-@pytest.mark.filterwarnings("ignore")  # what a compiler says about itself
 def test_capture_gives_the_same_function_or_a_sentence(backend):
     def double(x):
         return x + x
 
-    if backend.capabilities.capture == "on request" and shutil.which("g++") is None:
-        pytest.skip("compiling for a CPU needs g++")
+    if backend.capabilities.capture == "on request":
+        pytest.skip("tests/test_compile.py does it in a process of its own: a compiler leaves threads behind")
 
     if backend.capabilities.capture == "no":
         with pytest.raises(BackendError, match=r"[Cc]all (it|the function) as it is, or use .*jax"):
