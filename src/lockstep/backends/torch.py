@@ -96,6 +96,7 @@ class TorchBackend:
             undo.callback(torch.set_num_threads, torch.get_num_threads())
             undo.callback(torch.set_rng_state, torch.get_rng_state())  # the caller's own random numbers
             undo.callback(random.setstate, random.getstate())  # PyTorch draws from them when it loads parts of itself
+            one_intra_op_thread()  # the calling thread too: what it sets, matrix products of all threads go by
             keep_freed_memory()
             if torch.cuda.is_initialized():
                 undo.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
@@ -237,9 +238,15 @@ def plain_errors(kind: str) -> Iterator[None]:
         ).with_traceback(problem.__traceback__) from None
 
 
+def one_intra_op_thread() -> None:
+    """The calling thread computes alone from now on, whatever others set for themselves."""
+    torch.get_num_threads()  # a thread takes over the number that was set last when it is first asked: now, not later
+    torch.set_num_threads(1)
+
+
 def start_thread(place: torch.device, stream: torch.cuda.Stream | None) -> None:
     """Makes the calling thread one that works for a device."""
-    torch.set_num_threads(1)  # for this thread; `session` puts the process-wide default back
+    one_intra_op_thread()  # `session` puts the process-wide default back
     if stream is not None:
         torch.cuda.set_device(place)
         torch.cuda.set_stream(stream)

@@ -149,14 +149,10 @@ class Loader:
         return [shards[number] for rank in self._engine.local_ranks for number in ranges[rank]]
 
     def _next(self, loaded: Iterator[Any]) -> Any:
-        num_threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # as in a worker process: it may change the last bit of a sum
         try:
             shard = next(loaded)
         except (EOFError, ConnectionError) as problem:  # it ended while it handed something over
             raise RunError(f"The {self._what} data cannot be loaded: a process that loads it has ended.") from problem
-        finally:
-            torch.set_num_threads(num_threads)
         return self._checked(shard)
 
     def _checked(self, shard: Any) -> Any:

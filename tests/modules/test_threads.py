@@ -1,0 +1,57 @@
+"""One intra-op thread on every rank, from its first operation on, whatever else the process does."""
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+import lockstep
+
+
+class Loaded(Dataset):
+    """Samples that are loaded one by one, by the main thread or by processes."""
+
+    def __init__(self):
+        self.X, self.y = torch.rand(24, 6), torch.arange(24) % 3
+
+    def __len__(self):
+        return len(self.X)
+
+    def __getitem__(self, number):
+        return self.X[number], self.y[number]
+
+
+class Counts(nn.Module):
+    """Takes down how many threads an operation may use."""
+
+    seen: set[int] = set()
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, X):
+        Counts.seen.add(torch.get_num_threads())
+        return self.out(X)
+
+
+def test_loaded_samples_do_not_change_the_number_of_threads_of_a_rank():
+    Counts.seen.clear()
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        for workers in (0, 1):
+            lockstep.train(
+                model=Counts,
+                data=Loaded(),
+                devices=2,
+                batch_size=8,
+                shards=4,
+                epochs=2,
+                workers=workers,
+                lr=0.1,
+                quiet=True,
+            )
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert Counts.seen == {1}
