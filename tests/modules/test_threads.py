@@ -20,22 +20,23 @@ class Loaded(Dataset):
         return self.X[number], self.y[number]
 
 
+SEEN = set()
+
+
 class Counts(nn.Module):
     """Takes down how many threads an operation may use."""
-
-    seen: set[int] = set()
 
     def __init__(self):
         super().__init__()
         self.out = nn.Linear(6, 3)
 
     def forward(self, X):
-        Counts.seen.add(torch.get_num_threads())
+        SEEN.add(torch.get_num_threads())
         return self.out(X)
 
 
 def test_loaded_samples_do_not_change_the_number_of_threads_of_a_rank():
-    Counts.seen.clear()
+    SEEN.clear()
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -54,4 +55,4 @@ def test_loaded_samples_do_not_change_the_number_of_threads_of_a_rank():
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
-    assert Counts.seen == {1}
+    assert SEEN == {1}
