@@ -20,7 +20,7 @@ class Loaded(Dataset):
         return self.X[number], self.y[number]
 
 
-SEEN = set()
+seen = set()
 
 
 class Counts(nn.Module):
@@ -31,12 +31,12 @@ class Counts(nn.Module):
         self.out = nn.Linear(6, 3)
 
     def forward(self, X):
-        SEEN.add(torch.get_num_threads())
+        seen.add(torch.get_num_threads())
         return self.out(X)
 
 
 def test_loaded_samples_do_not_change_the_number_of_threads_of_a_rank():
-    SEEN.clear()
+    seen.clear()
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -55,4 +55,4 @@ def test_loaded_samples_do_not_change_the_number_of_threads_of_a_rank():
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
-    assert SEEN == {1}
+    assert seen == {1}
