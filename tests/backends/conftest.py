@@ -18,8 +18,8 @@ for name in asked_for():  # before the tests import it: what it warns about when
     with suppress(BackendError):
         load_backend(name)
 
-# A file of tests for one framework imports it.
-collect_ignore = [f"test_{name}.py" for name in BACKENDS if name not in asked_for()]
+# The files of tests for one framework import it.
+collect_ignore_glob = [f"test_{name}*.py" for name in BACKENDS if name not in asked_for()]
 
 
 def pytest_generate_tests(metafunc):
