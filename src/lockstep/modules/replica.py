@@ -80,7 +80,7 @@ class ModuleReplica:
         self._own = Part(self.module, [name for name, _ in self._trained], self._place, recipe.is_sync)
         self._buffers, self._random = self._own.buffers, self._own.random
         # parameters that the first shard must not depend on
-        self._strangers = [get_gradient_edge(param) for param in recipe.module.parameters() if param.requires_grad]
+        self._strangers = [param for param in recipe.module.parameters() if param.requires_grad]
         self._beside: dict[int, Part] = {}  # by the number of the shard, in a recording
         self._is_recorded = False
         self._call = BACKEND.capture(call) if recipe.compiles else call
@@ -109,21 +109,37 @@ class ModuleReplica:
                     compute = self._recorded if self._is_recorded else self._computed
                     loss = compute(part, step, shard)
                 with span("backward"), NoDraws():
-                    # from its edge: a call with a tensor would be one of those to watch, with all that it calls
-                    gradients = torch.autograd.grad(
-                        [get_gradient_edge(loss)],
-                        part.edges + self._strangers,
-                        [torch.ones_like(loss)],
-                        allow_unused=True,
-                    )
-            num_own = len(part.edges)
-            if any(gradient is not None for gradient in gradients[num_own:]):
-                raise RunError(
-                    "The loss uses the module that you gave, and not the replica that is trained: what it adds has no "
-                    "effect. Let the model give what the loss needs, as an entry of a tuple."
-                )
-            self._strangers = []
-            yield self.leaf(loss, list(gradients[:num_own]), part)
+                    gradients = self._backward(part, loss)
+            yield self.leaf(loss, gradients, part)
+
+    def _backward(self, part: Part, loss: Tensor) -> list[Tensor | None]:
+        """The gradients of a shard, one for each parameter that is trained."""
+        # from its edge: a call with a tensor would be one of those to watch, with all that it calls
+        edge, one = get_gradient_edge(loss), torch.ones_like(loss)
+        gradients: list[Tensor | None]
+        if self._is_recorded:
+            strange = [get_gradient_edge(param) for param in self._strangers]
+            try:
+                (*gradients,) = torch.autograd.grad([edge], part.edges + strange, [one], allow_unused=True)
+            except RuntimeError as problem:
+                if "use_reentrant" not in str(problem):
+                    raise
+                raise NotRecorded("parts of the model are computed again in backward (use_reentrant=True)") from problem
+            is_strange = any(gradient is not None for gradient in gradients[len(part.edges) :])
+            del gradients[len(part.edges) :]
+        else:
+            before = [param.grad for param in self._strangers]
+            torch.autograd.backward(edge, one)
+            is_strange = any(param.grad is not old for param, old in zip(self._strangers, before, strict=True))
+            gradients = [param.grad for param in self._params]
+            self._clear()
+        if is_strange:
+            raise RunError(
+                "The loss uses the module that you gave, and not the replica that is trained: what it adds has no "
+                "effect. Let the model give what the loss needs, as an entry of a tuple."
+            )
+        self._strangers = []
+        return gradients
 
     def _computed(self, part: Part, step: int, shard: Shard) -> Tensor:
         if self._recipe.compiles:  # such a model was found not to draw
