@@ -31,7 +31,7 @@ def test_every_number_of_devices_gives_the_same_weights():
     one, two, plain = json.loads(done.stdout)
     assert one[:2] == two[:2]
     assert one[1] == pytest.approx(plain[1], rel=1e-5)
-    assert two[2] < 5, "the seconds of an epoch are without those in which it was compiled"
+    assert two[2] < 60  # the seconds of an epoch are without those in which it was compiled
 
 
 def test_what_cannot_be_compiled_is_refused_before_anything_starts():
