@@ -1,8 +1,8 @@
 """A convolution, ReLU and average pooling on one CPU core, arranged for its cache and its vector units.
 
 - Images lie channels-last (all channels of a pixel together), from the first convolution on.
-- Images of one channel are too few numbers for a convolution's kernels: a matrix product does them, biases included,
-  for as many samples at a time as stay in the cache until they are pooled.
+- Images of one channel are too few numbers for a convolution's kernels: a matrix product does them, biases included.
+  Its rows are the first window of every pool, then the second of every pool, and so on: to pool is to add long rows.
 - The gradient of a convolution's input is computed for a number of channels that fills vectors of 16: a third faster
   than for 20 channels, four of which would be left over.
 - ReLU overwrites what the convolution gave, and the three are one step of the backward pass.
@@ -13,16 +13,13 @@ Which way is taken depends on shapes alone, never on a stopwatch: two runs must 
 
 import contextlib
 import ctypes
-from collections.abc import Iterable
 from functools import cache
-from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-CACHE = 512 * 1024  # bytes: half of what many cores have next to them
 LANES = 16  # float32 numbers in the widest vectors
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of glibc's mallopt
 MB = 1 << 20
@@ -53,11 +50,11 @@ class ConvReluPool2d(torch.autograd.Function):  # type: ignore[misc]
         ctx.size, ctx.shape = size, weight.shape
         ctx.by_product = X.shape[1] == 1 and not X.requires_grad
         if ctx.by_product:
-            kernels = torch.cat([weight.reshape(len(weight), -1).t(), bias[None]])
-            windows = [windows_of(part, *weight.shape[2:]) for part in X.split(num_in_cache(X, weight))]
-            parts = [product(part, kernels).relu_() for part in windows]
-            ctx.save_for_backward(*windows, *parts)
-            return torch.cat([F.avg_pool2d(part, size) for part in parts])
+            windows = windows_of(X, *weight.shape[2:], size)
+            kernels = torch.cat([weight.flatten(1).t(), bias[None]]) / size**2  # a mean is a sum of such parts
+            images = torch.mm(windows.flatten(1).t(), kernels).relu_().view(*windows.shape[1:], -1)
+            ctx.save_for_backward(windows, images)
+            return images.sum(0).permute(0, 3, 1, 2)
         X, weight = channels_last(X), channels_last(weight)
         images = F.conv2d(X, weight, bias).relu_()
         ctx.save_for_backward(X, weight, images)
@@ -66,10 +63,9 @@ class ConvReluPool2d(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.by_product:
-            num_parts = len(ctx.saved_tensors) // 2
-            windows, parts = ctx.saved_tensors[:num_parts], ctx.saved_tensors[num_parts:]
-            grads = map(unpooled, grad.split([len(part) for part in parts]), parts, repeat(ctx.size))
-            found = product_gradients(windows, grads)
+            windows, images = ctx.saved_tensors
+            grads = torch.ops.aten.threshold_backward(grad.permute(0, 2, 3, 1).expand_as(images), images, 0)
+            found = torch.mm(windows.flatten(1), grads.view(-1, ctx.shape[0])) / ctx.size**2
             return None, found[:-1].t().reshape(ctx.shape), found[-1], None
         X, weight, images = ctx.saved_tensors
         grad = unpooled(grad, images, ctx.size)
@@ -85,36 +81,23 @@ def unpooled(grad: Tensor, images: Tensor, size: int) -> Tensor:
     return found
 
 
-def num_in_cache(X: Tensor, weight: Tensor) -> int:
-    """Samples whose images, once convolved, take about as much memory as a core has for itself."""
-    num_bytes = 4 * len(weight) * (X.shape[2] - weight.shape[2] + 1) * (X.shape[3] - weight.shape[3] + 1)
-    return max(1, int(CACHE // num_bytes))
+def windows_of(X: Tensor, height: int, width: int, size: int) -> Tensor:
+    """The pixels of one-channel images that a kernel meets, and a one for the bias.
 
-
-def windows_of(X: Tensor, height: int, width: int) -> Tensor:
-    """A column for each window of one-channel images: its pixels, and a one for the bias."""
+    (pixel of the window, place of the window in its pool, sample, row, column of the pool)
+    """
     samples, _, all_rows, all_columns = X.shape
-    rows, columns = all_rows - height + 1, all_columns - width + 1
-    found = X.new_ones(height * width + 1, samples, rows, columns)
-    strides = (all_columns, 1, all_rows * all_columns, all_columns, 1)
-    shifted = X.contiguous().as_strided((height, width, samples, rows, columns), strides)
-    found[:-1].view(shifted.shape).copy_(shifted)
-    return found
-
-
-def product(windows: Tensor, kernels: Tensor) -> Tensor:
-    """The convolution, channels-last."""
-    _, samples, rows, columns = windows.shape
-    return (windows.flatten(1).t() @ kernels).view(samples, rows, columns, -1).permute(0, 3, 1, 2)
-
-
-def product_gradients(windows: Iterable[Tensor], grads: Iterable[Tensor]) -> Tensor:
-    """Of the kernels, and in the last row of the biases, added up in the order of the parts."""
-    found: Tensor | None = None
-    for part, grad in zip(windows, grads, strict=True):
-        rows = grad.permute(0, 2, 3, 1).reshape(-1, grad.shape[1])
-        found = part.flatten(1) @ rows if found is None else found.addmm_(part.flatten(1), rows)
-    assert found is not None, "there are samples"
+    rows, columns = (all_rows - height + 1) // size, (all_columns - width + 1) // size
+    pools, across = samples * rows * columns, size + width - 1
+    near = X.contiguous().as_strided(  # all pixels that the windows of a pool meet
+        (size + height - 1, across, samples, rows, columns),
+        (all_columns, 1, all_rows * all_columns, size * all_columns, size),
+    )
+    shifts = across * pools, pools
+    windows = near.contiguous().as_strided((height, width, size, size, pools), (*shifts, *shifts, 1))
+    found = X.new_empty(height * width + 1, size**2, samples, rows, columns)
+    found[:-1].view(windows.shape).copy_(windows)
+    found[-1].fill_(1)
     return found
 
 
