@@ -97,7 +97,18 @@ def test_a_traced_run_writes_what_every_device_did(lockstep, tmp_path, engine):
 
 
 def test_the_rows_of_a_trace_begin_at_zero():
-    events = chrome_trace([[Span("forward", 1, 100.0, 100.5)]], ["cpu:0"])
+    events = chrome_trace([[Span("forward", 1, 100.0, 100.5)]], [[]], ["cpu:0"])
     assert events[1] == {
         "name": "forward", "ph": "X", "pid": 0, "tid": 0, "ts": 0.0, "dur": 500000.0, "args": {"step": 1}
     }  # fmt: skip
+
+
+def test_what_is_exchanged_beside_a_rank_is_the_row_below():
+    beside = [[Span("exchange", 1, 100.2, 100.3)], []]
+    events = chrome_trace([[Span("backward", 1, 100.0, 100.5)]] * 2, beside, ["cpu:0", "cpu:1"])
+    assert [event["args"]["name"] for event in events if event["ph"] == "M"] == [
+        "rank 0 (cpu:0)", "rank 0, exchange beside it", "rank 1 (cpu:1)"
+    ]  # fmt: skip
+    assert [(event["tid"], event["name"], event["ts"]) for event in events if event["ph"] == "X"] == [
+        (0, "backward", 0.0), (1, "exchange", 200000.0), (2, "backward", 0.0)
+    ]  # fmt: skip

@@ -11,6 +11,7 @@ from lockstep.named import is_place
 from lockstep.rates import SCHEDULES
 from lockstep.registry import pick
 from lockstep.split.balance import BALANCES
+from lockstep.split.parts import BUCKET_MB
 
 MAX_SHARDS = 4096  # a shard is a forward and backward pass of its own: more would only be slow
 MAX_SEED = 2**32 - 1
@@ -66,6 +67,7 @@ class RunConfig:
     devices: int | str | None = None  # a number, or a list like cpu:0,cpu:1; nothing: all that there is
     engine: str = "inprocess"
     exchange: str = "sharded"
+    bucket_mb: float = BUCKET_MB  # gradients leave in parts of this size while others are computed; 0: all at the end
     balance: str = "equal"  # how many shards each device gets
     capture: bool = True  # steps on one GPU are recorded and replayed
     trace: bool = False  # what every device does is written down; steps are then not recorded
@@ -116,7 +118,7 @@ class RunConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}. It must be a whole number.") from None
         if self.learning_rate is None and self.optimizer in LEARNING_RATES:
             object.__setattr__(self, "learning_rate", LEARNING_RATES[self.optimizer])
-        for name in ("learning_rate", "momentum", "weight_decay", "clip_norm", "timeout"):
+        for name in ("learning_rate", "momentum", "weight_decay", "clip_norm", "timeout", "bucket_mb"):
             value, words = getattr(self, name), name.replace("_", " ")
             try:
                 object.__setattr__(self, name, None if value is None and name in OPTIONAL else float(value))
@@ -166,6 +168,11 @@ class RunConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"--{name.replace('_', '-')} is {value}. Use {least} or more.")
+        if not 0 <= self.bucket_mb < math.inf:
+            raise ConfigError(
+                f"Gradients cannot leave in parts of {self.bucket_mb:g} MB. Use more than 0, or 0 to let them leave "
+                f"together when backward is over (--bucket-mb)."
+            )
         if not 0 < self.timeout < MAX_TIMEOUT:
             raise ConfigError(
                 f"A timeout of {self.timeout:g} seconds cannot be waited for. Use more than 0 and less than a week "

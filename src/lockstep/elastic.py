@@ -86,6 +86,7 @@ class Worker:
             config.exchange,
             balance_for(config.balance),
             member.whereabouts,
+            config.bucket_mb,
         ) as engine:
             self._kept = agree(engine, self._kept)
             if rank == 0:

@@ -54,10 +54,12 @@ def peaks_of(engine: Engine) -> dict[str, int]:
 
 def traced_by(engine: Engine) -> Traced:
     """What all ranks did, and what a perfect speed-up lost."""
-    spans = [[list(one) for one in trace.spans] for trace in engine.traces]
-    ranks = [[Span(*one) for one in of_rank] for of_rank in engine.gather(spans)]
+    ranks, beside = (
+        [[Span(*one) for one in of_rank] for of_rank in engine.gather([[list(one) for one in spans] for spans in own])]
+        for own in ([trace.spans for trace in engine.traces], [trace.beside.spans for trace in engine.traces])
+    )
     devices = [str(device) for device in engine.devices]
-    return Traced(chrome_trace(ranks, devices), lost_time(ranks).sentence(len(devices)))
+    return Traced(chrome_trace(ranks, beside, devices), lost_time(ranks).sentence(len(devices)))
 
 
 def kept(config: RunConfig, history: Sequence[EpochDone]) -> str:

@@ -43,10 +43,14 @@ class FlatReplica:
         if recipe.compiles and captures != "always":
             self._loss_sum = recipe.backend.capture(self._loss_sum)
 
+    @property
+    def size(self) -> int:
+        return self._recipe.layout.size
+
     def leaves(self, step: int, shards: Iterator[Shard], meet: Meet) -> Iterator[Leaf]:
         backend, layout = self._recipe.backend, self._recipe.layout
         for shard in shards:
-            loss, gradient = backend.value_and_grad(self._loss_sum, layout, self.flat, shard.X, shard.y)
+            loss, gradient = backend.value_and_grad(self._loss_sum, layout, self.flat, shard.X, shard.y, shard.ready)
             yield Leaf(gradient, loss)
 
     def update(self, step: int, total: Tensor, batch: Gathered) -> None:

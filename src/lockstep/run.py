@@ -50,5 +50,6 @@ def run(config: RunConfig, given: Given | None = None, quiet: bool = False, resu
             balance,
             config.timeout,
             records=config.capture and not config.trace,
+            bucket_mb=config.bucket_mb,
         ) as engine:
             return report(Training(config, prepared, engine, start).events(), log, quiet)

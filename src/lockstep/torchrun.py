@@ -80,7 +80,9 @@ def _take_part(
         meet(store, place, config.timeout, interrupts)
         group = Group(store, place.rank, devices, address_towards(place.host), config.timeout)
         balance = balance_for(config.balance)
-        with Processes(prepared.backend, devices, group, config.exchange, balance, whereabouts) as engine:
+        with Processes(
+            prepared.backend, devices, group, config.exchange, balance, whereabouts, config.bucket_mb
+        ) as engine:
             check_same_settings(engine, config, prepared)
             start = replace(
                 start,

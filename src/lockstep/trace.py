@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, NamedTuple
 
 MAX_SPANS = 100_000  # of a rank, in whole: the first thousand steps or so
@@ -34,6 +35,15 @@ class Trace:
         self.step = 0
         self._open: list[str] = []
         self._since = 0.0
+
+    @cached_property
+    def beside(self) -> "Trace":
+        """Of the thread that exchanges while the rank computes."""
+        return Trace()
+
+    def start_step(self, step: int) -> None:
+        """What comes next belongs to this step."""
+        self.step = self.beside.step = step
 
     def enter(self, name: str) -> None:
         """From now on, the rank does this."""
@@ -88,25 +98,39 @@ def with_waits(spans: Sequence[Span]) -> list[Span]:
     return found
 
 
-def chrome_trace(ranks: Sequence[Sequence[Span]], devices: Sequence[str]) -> list[dict[str, Any]]:
-    """The spans of all ranks as Chrome and Perfetto read them: a row for each rank, times in microseconds."""
-    begin = min((one.start for spans in ranks for one in spans), default=0.0)
-    events: list[dict[str, Any]] = [
-        {"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"rank {rank} ({device})"}}
+def chrome_trace(
+    ranks: Sequence[Sequence[Span]], beside: Sequence[Sequence[Span]], devices: Sequence[str]
+) -> list[dict[str, Any]]:
+    """The spans of all ranks as Chrome and Perfetto read them: a row for each rank, times in microseconds.
+
+    Where something is exchanged beside a rank's work, that is the row below.
+    """
+    rows = [
+        row
         for rank, device in enumerate(devices)
+        for row in (
+            (f"rank {rank} ({device})", with_waits(ranks[rank])),
+            (f"rank {rank}, exchange beside it", beside[rank]),
+        )
+        if row[1]
     ]
-    for rank, spans in enumerate(ranks):
+    begin = min((one.start for _, spans in rows for one in spans), default=0.0)
+    events: list[dict[str, Any]] = [
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": row, "args": {"name": name}}
+        for row, (name, _) in enumerate(rows)
+    ]
+    for row, (_, spans) in enumerate(rows):
         events += [
             {
                 "name": one.name,
                 "ph": "X",
                 "pid": 0,
-                "tid": rank,
+                "tid": row,
                 "ts": round(1e6 * (one.start - begin), 1),
                 "dur": round(1e6 * (one.end - one.start), 1),
                 "args": {"step": one.step},
             }
-            for one in with_waits(spans)
+            for one in spans
         ]
     return events
 

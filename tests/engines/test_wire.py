@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from lockstep.engines import wire
 from lockstep.engines.wire import Wire
 from lockstep.exchange import EXCHANGES, KEEPS_THE_TREE, schedule_for
 from lockstep.exchange.nodes import Node, maximal_nodes, sum_of
+from lockstep.split.parts import places_of_parts
 from lockstep.split.ranks import split_over_ranks
 
 NUM_SHARDS = 8
@@ -35,7 +35,7 @@ class Hub:
 class HandedOver:
     """A rank's side of a hub."""
 
-    place, can_overlap = torch.device("cpu"), True
+    place = torch.device("cpu")
 
     def __init__(self, hub, rank):
         self._hub, self.rank, self._receives = hub, rank, {}
@@ -53,10 +53,10 @@ class HandedOver:
 @pytest.mark.parametrize("size", [1, 5, 64, 257])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_every_rank_has_the_total_twice_in_a_row(monkeypatch, exchange, num_ranks, size):
-    monkeypatch.setattr(wire, "PART", 60)  # several parts, also ones that are smaller than the number of ranks
+def test_every_rank_has_the_total_twice_in_a_row(exchange, num_ranks, size):
     ranges, hub = tuple(split_over_ranks(NUM_SHARDS, num_ranks)), Hub()
-    wires = [Wire(HandedOver(hub, rank), schedule_for(exchange, ranges), size) for rank in range(num_ranks)]
+    places = places_of_parts(size, bucket_mb=240e-6, num_ranks=2)  # also parts that are smaller than there are ranks
+    wires = [Wire(HandedOver(hub, rank), schedule_for(exchange, ranges), places) for rank in range(num_ranks)]
     for seed in range(2):
         random = torch.Generator().manual_seed(seed)
         leaves = [torch.randn(size, generator=random) for _ in range(NUM_SHARDS)]
@@ -64,7 +64,12 @@ def test_every_rank_has_the_total_twice_in_a_row(monkeypatch, exchange, num_rank
 
         def total(rank, leaves=leaves):
             own = maximal_nodes(ranges[rank], NUM_SHARDS)
-            return wires[rank].total({node: sum_of(node, leaves.__getitem__, torch.add) for node in own})
+            nodes = {node: sum_of(node, leaves.__getitem__, torch.add) for node in own}
+            way_out = wires[rank].start()
+            for number, place in enumerate(way_out.places):
+                part = {node: vector[place.start : place.stop] for node, vector in nodes.items()}
+                way_out.leave(number, lambda part=part: part)
+            return wires[rank].travel()
 
         with ThreadPoolExecutor(num_ranks) as pool:
             totals = list(pool.map(total, range(num_ranks)))

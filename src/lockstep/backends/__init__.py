@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from lockstep.backends.hardware import cpu, peak_of_process
-from lockstep.backends.protocol import Backend, Capabilities, LossSum, Ops, Pending, Recorder, Tensor
+from lockstep.backends.protocol import Backend, Capabilities, LossSum, Mark, Ops, Pending, Ready, Recorder, Tensor
 from lockstep.device import MAX_DEVICES, Device, check_devices, choose_devices
 from lockstep.errors import BackendError, ConfigError
 from lockstep.registry import pick
@@ -20,8 +20,10 @@ __all__ = [
     "Backend",
     "Capabilities",
     "LossSum",
+    "Mark",
     "Ops",
     "Pending",
+    "Ready",
     "Recorder",
     "Tensor",
     "backend_of",

@@ -13,7 +13,7 @@ from jax import Array as Tensor
 from jax import lax
 
 from lockstep.backends.hardware import cpu
-from lockstep.backends.protocol import Capabilities, Function, LossSum, Ops
+from lockstep.backends.protocol import Capabilities, Function, LossSum, Ops, Ready
 from lockstep.device import Device, Hardware
 from lockstep.errors import BackendError
 from lockstep.layout import Array, Layout
@@ -164,7 +164,7 @@ class JaxBackend:
         return [piece.reshape(shape) for piece, shape in zip(pieces, layout.shapes, strict=True)]
 
     def value_and_grad(
-        self, loss_sum: LossSum, layout: Layout, flat: Tensor, X: Tensor, y: Tensor
+        self, loss_sum: LossSum, layout: Layout, flat: Tensor, X: Tensor, y: Tensor, ready: Ready | None = None
     ) -> tuple[Tensor, Tensor]:
         loss, gradient = _gradient_of(loss_sum, layout)(flat, X, y)
         return loss, gradient

@@ -16,7 +16,7 @@ from mxnet.numpy import ndarray as Tensor
 from threadpoolctl import threadpool_info
 
 from lockstep.backends.hardware import cpu
-from lockstep.backends.protocol import Capabilities, Function, LossSum, Ops
+from lockstep.backends.protocol import Capabilities, Function, LossSum, Ops, Ready
 from lockstep.device import Device, Hardware
 from lockstep.errors import BackendError
 from lockstep.layout import Array, Layout
@@ -174,7 +174,7 @@ class MxnetBackend:
         return [flat[int(start) : int(start) + size].reshape(shape) for start, size, shape in places]
 
     def value_and_grad(
-        self, loss_sum: LossSum, layout: Layout, flat: Tensor, X: Tensor, y: Tensor
+        self, loss_sum: LossSum, layout: Layout, flat: Tensor, X: Tensor, y: Tensor, ready: Ready | None = None
     ) -> tuple[Tensor, Tensor]:
         params = [self.with_gradient(param) for param in self.unflatten(layout, flat)]
         with autograd.record():

@@ -15,7 +15,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from threadpoolctl import threadpool_limits
 
 from lockstep.backends.hardware import cpu
-from lockstep.backends.protocol import Capabilities, Function, LossSum, Ops
+from lockstep.backends.protocol import Capabilities, Function, LossSum, Ops, Ready
 from lockstep.backends.sessions import one_at_a_time
 from lockstep.device import Device, Hardware
 from lockstep.errors import BackendError
@@ -210,7 +210,9 @@ class NumpyBackend:
     def unflatten(self, layout: Layout, flat: Array) -> list[Array]:
         return layout.unflatten(flat)
 
-    def value_and_grad(self, loss_sum: LossSum, layout: Layout, flat: Array, X: Array, y: Array) -> tuple[Array, Array]:
+    def value_and_grad(
+        self, loss_sum: LossSum, layout: Layout, flat: Array, X: Array, y: Array, ready: Ready | None = None
+    ) -> tuple[Array, Array]:
         tape: list[Traced] = []
         params = [Traced(param, tape) for param in layout.unflatten(flat)]
         loss: Traced = loss_sum(params, X, y)

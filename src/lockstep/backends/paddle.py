@@ -9,7 +9,7 @@ from paddle import Tensor
 from paddle.nn import functional as F
 
 from lockstep.backends.hardware import cpu
-from lockstep.backends.protocol import Capabilities, Function, LossSum, Ops
+from lockstep.backends.protocol import Capabilities, Function, LossSum, Ops, Ready
 from lockstep.backends.sessions import environment_variable, one_at_a_time
 from lockstep.device import Device, Hardware
 from lockstep.errors import BackendError
@@ -163,7 +163,7 @@ class PaddleBackend:
         return [piece.reshape(shape) for piece, shape in zip(pieces, layout.shapes, strict=True)]
 
     def value_and_grad(
-        self, loss_sum: LossSum, layout: Layout, flat: Tensor, X: Tensor, y: Tensor
+        self, loss_sum: LossSum, layout: Layout, flat: Tensor, X: Tensor, y: Tensor, ready: Ready | None = None
     ) -> tuple[Tensor, Tensor]:
         flat = self.with_gradient(flat.detach())  # same memory, a graph of its own
         loss = loss_sum(self.unflatten(layout, flat), X, y)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:  # numpy is slow to import, and `lockstep --help` lists the ba
 Tensor = Any  # the framework's own
 LossSum = Callable[[list[Tensor], Tensor, Tensor], Tensor]  # (params, X, y) -> loss summed over the samples
 Function = TypeVar("Function", bound=Callable[..., Any])
+Mark = Callable[[], Callable[[], None]]  # marks what was asked of the device so far; what it gives waits for that
+Ready = Callable[[Tensor, int, Mark], None]  # (gradient, start, mark): once marked, it is complete from `start` on
 
 
 class Capabilities(NamedTuple):
@@ -170,7 +172,7 @@ class Backend(Protocol):
     def flatten(self, layout: "Layout", params: list[Tensor], device: Device) -> Tensor: ...
     def unflatten(self, layout: "Layout", flat: Tensor) -> list[Tensor]: ...
     def value_and_grad(
-        self, loss_sum: LossSum, layout: "Layout", flat: Tensor, X: Tensor, y: Tensor
+        self, loss_sum: LossSum, layout: "Layout", flat: Tensor, X: Tensor, y: Tensor, ready: Ready | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The summed loss, and its gradient as one flat vector."""
+        """The summed loss, and its gradient as one flat vector. `ready` may be told of parts that are there before."""
         ...

@@ -1,11 +1,11 @@
-"""PyTorch. Besides this file and its two neighbours, only `modules`, `bench` and wires of `engines` import it."""
+"""PyTorch. Besides this file and its neighbours, only `modules`, `bench` and wires of `engines` import it."""
 
 import os
 import random
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.backends.hardware import cpu
-from lockstep.backends.protocol import Capabilities, Function, LossSum, Ops, Recorder
+from lockstep.backends.protocol import Capabilities, Function, LossSum, Ops, Ready, Recorder
 from lockstep.backends.sessions import one_at_a_time
 from lockstep.backends.torch_cpu import ConvReluPool2d, keep_freed_memory
+from lockstep.backends.torch_filling import Filling
 from lockstep.device import Device, Hardware
 from lockstep.layout import Array, Layout
 from lockstep.trace import span
@@ -201,17 +202,27 @@ class TorchBackend:
         return [piece.view(shape) for piece, shape in zip(pieces, layout.shapes, strict=True)]
 
     def value_and_grad(
-        self, loss_sum: LossSum, layout: Layout, flat: Tensor, X: Tensor, y: Tensor
+        self, loss_sum: LossSum, layout: Layout, flat: Tensor, X: Tensor, y: Tensor, ready: Ready | None = None
     ) -> tuple[Tensor, Tensor]:
         params = [param.requires_grad_() for param in self.unflatten(layout, flat.detach())]  # same memory
         with plain_errors(flat.device.type):
             with span("forward"):
                 loss = loss_sum(params, X, y)
+            filling = Filling(layout, flat.device, ready) if ready else None
+            if filling:
+                for number, param in enumerate(params):
+                    param.register_hook(partial(_put, filling, number))
             with span("backward"):
                 gradients = torch.autograd.grad(loss, params, allow_unused=True, materialize_grads=True)
+        if filling:
+            return loss.detach(), filling.complete()
         pieces = [gradient.reshape(-1) for gradient in gradients]
         with_gaps = [piece for pair in zip(pieces, _gaps(layout, flat.device), strict=True) for piece in pair]
         return loss.detach(), torch.cat(with_gaps)
+
+
+def _put(filling: Filling, number: int, gradient: Tensor) -> None:
+    filling.put(number, gradient.reshape(-1))
 
 
 @cache

@@ -50,7 +50,7 @@ class ConvReluPool2d(torch.autograd.Function):  # type: ignore[misc]
         ctx.size, ctx.shape = size, weight.shape
         ctx.by_product = X.shape[1] == 1 and not X.requires_grad
         if ctx.by_product:
-            windows = windows_of(X, *weight.shape[2:], size)
+            windows = windows_of(X, weight.shape[2], weight.shape[3], size)
             kernels = torch.cat([weight.flatten(1).t(), bias[None]]) / size**2  # a mean is a sum of such parts
             images = torch.mm(windows.flatten(1).t(), kernels).relu_().view(*windows.shape[1:], -1)
             ctx.save_for_backward(windows, images)

@@ -57,6 +57,12 @@ def train(
             show_default=False,
         ),
     ] = None,
+    bucket_mb: Annotated[
+        float,
+        typer.Option(
+            help="Gradients leave in parts of so many megabytes while others are still computed; 0: all at the end."
+        ),
+    ] = 4.0,
     balance: Annotated[
         str, typer.Option(help="Shards for each device: equal, or measured, more for those that are faster.")
     ] = "equal",
@@ -130,6 +136,7 @@ def train(
         devices=devices,
         engine=engine,
         exchange=exchange,
+        bucket_mb=bucket_mb,
         balance=balance,
         workers=workers,
         data_dir=data_dir,

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, Self
 
-from lockstep.backends import Backend, Tensor
+from lockstep.backends import Backend, Ready, Tensor
 from lockstep.device import Device
-from lockstep.exchange.nodes import Node
 from lockstep.layout import Array
 from lockstep.split.balance import Balance
 from lockstep.trace import Trace
@@ -31,6 +30,7 @@ class Shard(NamedTuple):
     num_samples: int
     X: Any
     y: Any
+    ready: Ready | None = None  # may be told that the gradient is complete from some place on, before all of it is
 
 
 class Leaf(NamedTuple):
@@ -48,6 +48,11 @@ Meet = Callable[[str, list[Tensor]], list[Tensor]]
 
 class Replica(Protocol):
     """One rank's copy of what is trained. Only that rank's thread calls it."""
+
+    @property
+    def size(self) -> int:
+        """Numbers of its gradient, which is one flat vector."""
+        ...
 
     def leaves(self, step: int, shards: Iterator[Shard], meet: Meet) -> Iterator[Leaf]:
         """The leaves of the rank's own shards, in their order. `step` counts from 1."""
@@ -99,7 +104,7 @@ class Gradients:
     """What forward and backward leave on the local ranks."""
 
     ranges: tuple[range, ...]  # the shards of every rank, not only of the local ones
-    nodes: list[dict[Node, Tensor]]  # the nodes of the tree that a rank can add up alone
+    totals: Callable[[], list[Tensor]]  # waits until the exchange that has begun is over; a total for each local rank
     losses: list[list[Any]]  # one for each shard, summed over its samples: numbers, or tensors in a recording
     rows: list[list[Any]]  # one for each shard of a model that has buffers
     used: list[list[int]]  # numbers of the parameters that got a gradient

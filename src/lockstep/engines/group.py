@@ -120,11 +120,6 @@ class Group:
                     wire.abort()
         self._gloo = self._nccl = None
 
-    @property
-    def can_overlap(self) -> bool:
-        """Whether something may be begun before what was begun earlier is finished."""
-        return not self._on_gpu
-
     def begin(self, number: int, sends: Sequence[Move], receives: Sequence[Move]) -> None:
         """Starts to send vectors to ranks, and to write what ranks send into vectors; all ranks use the same `number`.
 

@@ -8,8 +8,9 @@ every rank has finished it.
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -19,23 +20,16 @@ from lockstep.data.dataset import map_leaves
 from lockstep.device import Device
 from lockstep.engines.engine import Batch, Exchanged, Gathered, Gradients, Replica
 from lockstep.engines.meeting import Meeting
-from lockstep.engines.rank import (
-    Held,
-    OwnShards,
-    add_up_leaves,
-    compute_beside_each_other,
-    compute_own_shards,
-    cut_into_chunks,
-    take_part,
-    total_of,
-)
+from lockstep.engines.rank import OwnShards, add_up_leaves, compute_beside_each_other, compute_own_shards
 from lockstep.engines.threads import RankThread
+from lockstep.engines.traffic import Traffic
 from lockstep.errors import Late, LockstepError, RankError
 from lockstep.exchange import schedule_for
-from lockstep.exchange.schedule import Schedule
+from lockstep.exchange.schedule import in_order
 from lockstep.layout import Array
 from lockstep.named import source_line_of, user_source_line
 from lockstep.split.balance import Balance
+from lockstep.split.parts import BUCKET_MB, places_of_parts
 from lockstep.trace import Trace, span, traced
 
 
@@ -50,9 +44,10 @@ class InProcess:
         balance: Balance | None = None,
         timeout: float | None = None,
         records: bool = False,
+        bucket_mb: float = BUCKET_MB,
     ) -> None:
         self.backend, self.devices, self.exchange_name, self.timeout = backend, devices, exchange, timeout
-        self.balance, self._records = balance or Balance(), records
+        self.balance, self._records, self._bucket_mb = balance or Balance(), records, bucket_mb
         self.recorder: Recorder | None = None
         self.is_recording = False
         self.traces: list[Trace] = []  # one for each rank, while a run is traced
@@ -60,6 +55,7 @@ class InProcess:
         self.local_ranks = range(self.num_ranks)
         self._undo = ExitStack()
         self._workers: list[RankThread] = []
+        self._beside: list[RankThread] = []  # one for each rank, which exchanges while the rank computes
         self._step = 0
         self._late: list[int] = []  # ranks whose threads hang
 
@@ -69,6 +65,7 @@ class InProcess:
             for rank in self.local_ranks:
                 self._workers.append(RankThread(f"lockstep-rank-{rank}"))
                 self._undo.callback(self._end, rank)
+            self._undo.callback(self._end_beside)
             self.each("start", lambda rank, device: self.backend.start_worker(device))
             self.recorder = self.backend.recorder(self.devices) if self._records else None
         except BaseException:
@@ -88,6 +85,11 @@ class InProcess:
     def _end(self, rank: int) -> None:
         self._workers[rank].end(waits=rank not in self._late)
 
+    def _end_beside(self) -> None:
+        for thread in self._beside:
+            thread.end(waits=not self._late)
+        self._beside.clear()
+
     def each(self, phase: str, work: Callable[..., Any], *lists: Sequence[Any]) -> list[Any]:
         """`work(rank, device, ...)` for every rank at the same time, each on its own thread."""
         if self.is_recording:
@@ -100,9 +102,14 @@ class InProcess:
                 self.backend.synchronize(device)
             return result
 
-        futures = [
-            w.submit(run, r, *entries) for r, (w, *entries) in enumerate(zip(self._workers, *lists, strict=True))
-        ]
+        return self._results(
+            phase,
+            self._workers,
+            [w.submit(run, r, *entries) for r, (w, *entries) in enumerate(zip(self._workers, *lists, strict=True))],
+        )
+
+    def _results(self, phase: str, threads: list[RankThread], futures: "list[Future[Any]]") -> list[Any]:
+        """What the threads of all ranks give back; an error is the first rank's that has one of its own."""
         try:
             first, _ = wait(futures, return_when=FIRST_COMPLETED)
             if not all(isinstance(future.exception(), threading.BrokenBarrierError) for future in first):
@@ -119,7 +126,7 @@ class InProcess:
                 raise error
             raise RankError(rank, self.devices[rank], phase, error, user_source_line(error))
         if self._late:
-            raise Late(self._say_who_is_late(phase))
+            raise Late(self._say_who_is_late(phase, threads))
         return [future.result() for future in futures]
 
     def _each_in_turn(self, phase: str, work: Callable[..., Any], *lists: Sequence[Any]) -> list[Any]:
@@ -144,9 +151,9 @@ class InProcess:
             finally:
                 self.is_recording = False
 
-    def _say_who_is_late(self, phase: str) -> str:
+    def _say_who_is_late(self, phase: str, threads: list[RankThread]) -> str:
         frames = sys._current_frames()
-        places = [source_line_of(frames.get(self._workers[rank].thread.ident or 0)) for rank in self._late]
+        places = [source_line_of(frames.get(threads[rank].thread.ident or 0)) for rank in self._late]
         who = "; ".join(
             f"rank {rank} ({self.devices[rank]}) is in {phase} of step {self._step}, at {line or 'its end'}"
             for rank, line in zip(self._late, places, strict=True)
@@ -171,23 +178,63 @@ class InProcess:
     def forward_backward(self, replicas: Sequence[Replica], step: int, batch: Batch, shards: list[range]) -> Gradients:
         self._step = step
         for trace in self.traces:
-            trace.step = step
+            trace.start_step(step)
         ranges = self.balance.ranges(len(shards), self.num_ranks)
         if self.is_recording and self.recorder is not None:
             return self._record_shards(self.recorder, replicas, step, batch, shards, ranges)
+        schedule = schedule_for(self.exchange_name, ranges)
+        places = places_of_parts(replicas[0].size, self._bucket_mb, self.num_ranks)
+        traffic = Traffic(self.backend, self.devices, schedule, places, self.timeout)
         busy = [rank for rank in self.local_ranks if ranges[rank]]
         meeting = Meeting(self.backend, len(busy), self.timeout)
 
-        def work(rank: int, device: Device, replica: Replica) -> OwnShards:
-            def meet(what: str, own: list[Tensor]) -> list[Tensor]:
-                return meeting.meet(busy.index(rank), device, what, own)
+        def meet(rank: int, device: Device, what: str, own: list[Tensor]) -> list[Tensor]:
+            return meeting.meet(busy.index(rank), device, what, own)
 
-            own = ranges[rank]
-            return compute_own_shards(
-                self.backend, device, replica, step, batch, rank, shards, own, meet, meeting.cancel
+        def cancel() -> None:
+            meeting.cancel()
+            traffic.cancel()
+
+        def work(rank: int, device: Device, replica: Replica) -> tuple[OwnShards, Tensor]:
+            own = compute_own_shards(
+                self.backend,
+                device,
+                replica,
+                step,
+                batch,
+                rank,
+                shards,
+                ranges[rank],
+                partial(meet, rank, device),
+                traffic.way_out(rank),
+                cancel,
             )
+            return own, None if traffic.is_beside else traffic.travel(rank)
 
-        return Gradients(ranges, *map(list, zip(*self.each("forward and backward", work, replicas), strict=True)))
+        beside = self._start_beside(traffic) if traffic.is_beside else []
+        try:
+            own, totals = zip(*self.each("forward and backward", work, replicas), strict=True)
+        except BaseException:
+            cancel()
+            raise
+
+        def wait_for_totals() -> list[Tensor]:
+            return self._results("exchange", self._beside, beside) if beside else list(totals)
+
+        return Gradients(ranges, wait_for_totals, *map(list, zip(*own, strict=True)))
+
+    def _start_beside(self, traffic: Traffic) -> "list[Future[Tensor]]":
+        """Threads that exchange while ranks compute; each waits for what its rank lets go of."""
+        if not self._beside:
+            self._beside += [RankThread(f"lockstep-exchange-{rank}") for rank in self.local_ranks]
+            for thread, device in zip(self._beside, self.devices, strict=True):
+                thread.submit(self.backend.start_worker, device)
+
+        def exchange(rank: int) -> Tensor:
+            with traced(self.traces[rank].beside if self.traces else None):
+                return traffic.travel(rank)
+
+        return [thread.submit(exchange, rank) for rank, thread in enumerate(self._beside)]
 
     def _record_shards(
         self,
@@ -206,46 +253,33 @@ class InProcess:
                 ),
                 replicas,
             )
-        own = [add_up_leaves(recorder, ranges[rank], len(shards), leaves[rank]) for rank in self.local_ranks]
+        nodes, own = zip(
+            *(add_up_leaves(recorder, ranges[rank], len(shards), leaves[rank]) for rank in self.local_ranks),
+            strict=True,
+        )
         recorder.keep(leaves)
-        return Gradients(ranges, *map(list, zip(*own, strict=True)))
+
+        def exchange() -> list[Tensor]:  # by one thread for all ranks
+            schedule, whole = schedule_for(self.exchange_name, ranges), [range(replicas[0].size)]
+            traffic = Traffic(self.backend, self.devices, schedule, whole, None)
+            for rank in self.local_ranks:
+                traffic.way_out(rank).leave(0, partial(nodes.__getitem__, rank))
+            for number, round_ in in_order(len(whole), len(schedule.rounds)):
+                for rank in self.local_ranks:
+                    traffic.go_on(rank, number, round_)
+            return [traffic.total(rank) for rank in self.local_ranks]
+
+        return Gradients(ranges, exchange, *map(list, zip(*own, strict=True)))
 
     def exchange(self, gradients: Gradients) -> Exchanged:
         if not self.is_recording:
             self.balance.measured(gradients.ranges, gradients.seconds)
-        schedule = schedule_for(self.exchange_name, gradients.ranges)
-        size = next(len(vector) for nodes in gradients.nodes for vector in nodes.values())
-        held = [cut_into_chunks(self.backend, nodes, size, schedule) for nodes in gradients.nodes]
         return Exchanged(
-            totals=self._in_rounds(schedule, held),
+            totals=gradients.totals(),
             losses=[loss for of_rank in gradients.losses for loss in of_rank],
             rows=[row for of_rank in gradients.rows for row in of_rank],
             used=frozenset().union(*gradients.used),
         )
-
-    def _in_rounds(self, schedule: Schedule, held: list[Held]) -> list[Tensor]:
-        """The totals. A round begins when every rank has finished the one before."""
-        if self.is_recording:
-            for round_ in schedule.rounds:
-                for rank, device in enumerate(self.devices):
-                    take_part(self.backend, device, rank, round_, held)
-            return [total_of(self.backend, own, schedule) for own in held]
-        all_done = threading.Barrier(self.num_ranks, timeout=self.timeout)
-
-        def work(rank: int, device: Device) -> Tensor:
-            try:
-                for round_ in schedule.rounds:
-                    with span("exchange"):
-                        take_part(self.backend, device, rank, round_, held)
-                        self.backend.synchronize(device)
-                    all_done.wait()
-                with span("exchange"):
-                    return total_of(self.backend, held[rank], schedule)
-            except BaseException:
-                all_done.abort()  # the others would wait
-                raise
-
-        return self.each("exchange", work)
 
     def update(self, replicas: Sequence[Replica], step: int, exchanged: Exchanged, shards: list[range]) -> None:
         def apply(rank: int, device: Device, replica: Replica, total: Tensor) -> None:

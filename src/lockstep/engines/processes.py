@@ -4,10 +4,9 @@ The step, the schedules and the tree are those of the other engine; here a trans
 """
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Any, Self
-
-import torch
 
 from lockstep.backends import Backend, Tensor
 from lockstep.data.dataset import map_leaves
@@ -15,14 +14,16 @@ from lockstep.device import Device
 from lockstep.engines.engine import Batch, Exchanged, Gathered, Gradients, Replica
 from lockstep.engines.group import Group, tensor_from_plain, tensor_to_plain
 from lockstep.engines.rank import compute_own_shards
+from lockstep.engines.threads import RankThread
 from lockstep.engines.whereabouts import Whereabouts
-from lockstep.engines.wire import Wire
+from lockstep.engines.wire import Native, Wire
 from lockstep.errors import LockstepError, PeersLost, RankError, RunError
 from lockstep.exchange import NATIVE, schedule_for
 from lockstep.layout import Array
 from lockstep.named import user_source_line
 from lockstep.packing import pack, unpack
 from lockstep.split.balance import Balance
+from lockstep.split.parts import BUCKET_MB, places_of_parts
 from lockstep.trace import WAIT, Trace, span, traced
 
 
@@ -37,8 +38,9 @@ class Processes:
         exchange: str = "sharded",
         balance: Balance | None = None,
         whereabouts: Whereabouts | None = None,
+        bucket_mb: float = BUCKET_MB,
     ) -> None:
-        self.backend, self.devices, self.exchange_name = backend, devices, exchange
+        self.backend, self.devices, self.exchange_name, self._bucket_mb = backend, devices, exchange, bucket_mb
         self.balance, self.whereabouts = balance or Balance(), whereabouts or Whereabouts()
         self.num_ranks, self.rank = len(devices), group.rank
         self.local_ranks = range(self.rank, self.rank + 1)
@@ -47,9 +49,11 @@ class Processes:
         self.traces: list[Trace] = []  # that of this rank, while a run is traced
         self._group = group
         self._wires: dict[tuple[str, tuple[range, ...], int], Wire] = {}  # the last one
+        self._beside: RankThread | None = None  # exchanges while this rank computes
         self._undo = ExitStack()
 
     def __enter__(self) -> Self:
+        self._undo.callback(self._end_beside)  # after the connections, for one of which it may wait
         self._undo.callback(self._group.close)
         try:
             self._undo.enter_context(self.backend.session([self.device]))
@@ -64,8 +68,15 @@ class Processes:
 
     def close(self) -> None:
         """Ends the connections and puts the framework's settings back. Twice does no harm."""
+        for wire in self._wires.values():
+            wire.cancel()
         self._wires.clear()
         self._undo.close()
+
+    def _end_beside(self) -> None:
+        if self._beside is not None:
+            self._beside.end()
+            self._beside = None
 
     def each(self, phase: str, work: Callable[..., Any], *lists: Sequence[Any]) -> list[Any]:
         """`work(rank, device, ...)` for this process's rank."""
@@ -93,7 +104,7 @@ class Processes:
     def forward_backward(self, replicas: Sequence[Replica], step: int, batch: Batch, shards: list[range]) -> Gradients:
         self.whereabouts.step = step
         for trace in self.traces:
-            trace.step = step
+            trace.start_step(step)
         ranges = self.balance.ranges(len(shards), self.num_ranks)
         busy = [rank for rank in range(self.num_ranks) if ranges[rank]]
         is_cancelled = False
@@ -119,32 +130,54 @@ class Processes:
 
         def work(rank: int, device: Device, replica: Replica) -> Any:
             own = ranges[rank]
-            return compute_own_shards(self.backend, device, replica, step, batch, rank, shards, own, meet, cancel)
+            return compute_own_shards(
+                self.backend, device, replica, step, batch, rank, shards, own, meet, way_out, cancel
+            )
 
+        wire = self.wire(ranges, replicas[0].size)
+        way_out = wire.start()
+        beside = self._start_beside(wire) if wire.is_beside else None
         (own,) = self.each("forward and backward", work, replicas)
-        return Gradients(ranges, [own.nodes], [own.losses], [own.rows], [own.used], [own.seconds])
+
+        def wait_for_total() -> list[Tensor]:
+            if beside is None:
+                return [wire.travel()]
+            with span(WAIT):
+                return [beside.result()]
+
+        return Gradients(ranges, wait_for_total, [own.losses], [own.rows], [own.used], [own.seconds])
+
+    def _start_beside(self, wire: Wire) -> "Future[Tensor]":
+        """Begins to exchange what leaves by this wire, on a thread beside this one."""
+        if self._beside is None:
+            self._beside = RankThread(f"lockstep-exchange-{self.rank}")
+            self._beside.submit(self.backend.start_worker, self.device)
+
+        def exchange() -> Tensor:
+            with traced(self.traces[0].beside if self.traces else None):
+                total = wire.travel()
+                self.backend.synchronize(self.device)
+                return total
+
+        return self._beside.submit(exchange)
 
     def exchange(self, gradients: Gradients) -> Exchanged:
         (exchanged,) = self.each("exchange", lambda rank, device: self._exchange(gradients))
         return exchanged
 
     def _exchange(self, gradients: Gradients) -> Exchanged:
-        (nodes,), (losses,), (rows,) = gradients.nodes, gradients.losses, gradients.rows
+        (losses,), (rows,) = gradients.losses, gradients.rows
         said = {
             "losses": losses,
             "rows": [map_leaves(row, tensor_to_plain) for row in rows],
             "used": gradients.used[0],
             "seconds": gradients.seconds[0],
-            "size": max((len(vector) for vector in nodes.values()), default=0),
         }
         with span(WAIT):  # for the last one to come
             heard = [unpack(other, is_strict=False) for other in self._group.gather(pack(said))]
         self.balance.measured(gradients.ranges, [other["seconds"] for other in heard])
-        size = max(other["size"] for other in heard)
-        with span("exchange"):
-            total = self._total(nodes, gradients.ranges, size)
         return Exchanged(
-            totals=[total],
+            totals=gradients.totals(),
             losses=[loss for other in heard for loss in other["losses"]],
             rows=[self._row(row) for other in heard for row in other["rows"]],
             used=frozenset(number for other in heard for number in other["used"]),
@@ -153,16 +186,18 @@ class Processes:
     def _row(self, plain: dict[str, Any]) -> dict[str, Tensor]:
         return {name: tensor_from_plain(tensor, self._group.place) for name, tensor in plain.items()}
 
-    def _total(self, nodes: dict[Any, Tensor], ranges: tuple[range, ...], size: int) -> Tensor:
-        if self.exchange_name == NATIVE:
-            own = torch.zeros(size, dtype=torch.float32, device=self._group.place)
-            for vector in nodes.values():
-                own += vector
-            return self._group.all_reduce(own)
+    def wire(self, ranges: tuple[range, ...], size: int) -> Wire:
+        """What exchanges vectors of this size, when ranks have these shards."""
         key = self.exchange_name, ranges, size
         if key not in self._wires:
-            self._wires = {key: Wire(self._group, schedule_for(self.exchange_name, ranges), size)}
-        return self._wires[key].total(nodes)
+            places = places_of_parts(size, self._bucket_mb, self.num_ranks)
+            is_native = self.exchange_name == NATIVE
+            self._wires = {
+                key: Native(self._group, size)
+                if is_native
+                else Wire(self._group, schedule_for(self.exchange_name, ranges), places)
+            }
+        return self._wires[key]
 
     def update(self, replicas: Sequence[Replica], step: int, exchanged: Exchanged, shards: list[range]) -> None:
         def apply(rank: int, device: Device, replica: Replica, total: Tensor) -> None:

@@ -7,11 +7,12 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from typing import Any, NamedTuple
 
-from lockstep.backends import Backend, Recorder, Tensor
+from lockstep.backends import Backend, Mark, Ready, Recorder, Tensor
 from lockstep.device import Device
 from lockstep.engines.engine import Batch, Leaf, Meet, Replica, Shard
+from lockstep.engines.leaving import LastLeaf, WayOut
 from lockstep.errors import OutOfMemory, PeersLost, RunError
-from lockstep.exchange.nodes import Node, maximal_nodes, sum_at_once, sum_of
+from lockstep.exchange.nodes import Node, before_last, maximal_nodes, sum_at_once, sum_of
 from lockstep.exchange.schedule import Round, Schedule
 from lockstep.named import user_source_line
 from lockstep.split.batch import part_ranges
@@ -19,9 +20,8 @@ from lockstep.trace import span
 
 
 class OwnShards(NamedTuple):
-    """What forward and backward leave on one rank."""
+    """What forward and backward leave on one rank, beside gradients."""
 
-    nodes: dict[Node, Tensor]
     losses: list[Any]
     rows: list[Any]
     used: list[int]
@@ -31,12 +31,14 @@ class OwnShards(NamedTuple):
 Held = dict[tuple[int, Node], Tensor]  # (chunk, node) -> that part of the vector, on the rank's device
 
 
-def fetch_shards(batch: Batch, rank: int, shards: list[range], own: range) -> Iterator[Shard]:
-    """The rank's own shards, each when it is asked for."""
+def fetch_shards(
+    batch: Batch, rank: int, shards: list[range], own: range, ready: Ready | None = None
+) -> Iterator[Shard]:
+    """The rank's own shards, each when it is asked for. `ready` is for the last of them."""
     for number in own:
         with span("data"):
             X, y = batch.fetch(rank, shards[number].start, shards[number].stop)
-        yield Shard(number, len(shards[number]), X, y)
+        yield Shard(number, len(shards[number]), X, y, ready if number == own[-1] else None)
 
 
 def add_up_own_shards(
@@ -49,11 +51,21 @@ def add_up_own_shards(
     shards: list[range],
     own: range,
     meet: Meet,
+    way_out: WayOut,
 ) -> OwnShards:
-    """The rank's nodes, and what else its shards leave. Leaves are added as soon as they can be."""
+    """The rank's nodes go the way out; the rest is given back. Leaves are added as soon as they can be."""
     began = time.perf_counter()
     done: list[Leaf] = []
-    leaves = replica.leaves(step, fetch_shards(batch, rank, shards, own), meet)
+    if not own:
+        for number in range(len(way_out.places)):
+            way_out.leave(number, dict)
+        return OwnShards([], [], [], 0.0)
+
+    def ready(vector: Tensor, start: int, mark: Mark) -> None:
+        last_leaf.ready(vector, start, mark)
+
+    early = ready if len(way_out.places) > 1 else None
+    leaves = replica.leaves(step, fetch_shards(batch, rank, shards, own, early), meet)
 
     def leaf(number: int) -> Tensor:  # asked for in the order of `own`
         gradient, *rest = next(leaves)
@@ -61,10 +73,20 @@ def add_up_own_shards(
         return gradient
 
     with span("forward and backward"):
-        nodes = {node: sum_of(node, leaf, backend.add) for node in maximal_nodes(own, len(shards))}
-    losses = [float(leaf.loss) for leaf in done]
-    backend.synchronize(device)
-    return OwnShards(nodes, losses, *_beside_gradients(done), time.perf_counter() - began)
+        *whole, last = maximal_nodes(own, len(shards))
+        nodes = {node: sum_of(node, leaf, backend.add) for node in whole}
+        beside = [sum_of(node, leaf, backend.add) for node in before_last(last)]
+        last_leaf = LastLeaf(backend, way_out, nodes, last, beside)
+        gradient = leaf(own[-1])
+        losses = [float(leaf.loss) for leaf in done]
+        backend.synchronize(device)
+        last_leaf.ready(gradient, 0, mark=nothing_to_wait_for)
+    return OwnShards(losses, *_beside_gradients(done), time.perf_counter() - began)
+
+
+def nothing_to_wait_for() -> Callable[[], None]:
+    """The mark of what is done already."""
+    return lambda: None
 
 
 def compute_beside_each_other(
@@ -81,7 +103,9 @@ def compute_beside_each_other(
         return list(replica.leaves(step, own_shards, nobody_else))
 
 
-def add_up_leaves(recorder: Recorder, own: range, num_shards: int, leaves: list[Leaf]) -> OwnShards:
+def add_up_leaves(
+    recorder: Recorder, own: range, num_shards: int, leaves: list[Leaf]
+) -> tuple[dict[Node, Tensor], OwnShards]:
     """The rank's nodes from its leaves, in the order of `own`, and what else its shards leave."""
 
     def leaf(number: int) -> Tensor:
@@ -90,7 +114,7 @@ def add_up_leaves(recorder: Recorder, own: range, num_shards: int, leaves: list[
     nodes = {
         node: sum_at_once(node, leaf, recorder.most_at_once, recorder.add_up) for node in maximal_nodes(own, num_shards)
     }
-    return OwnShards(nodes, [leaf.loss for leaf in leaves], *_beside_gradients(leaves), 0.0)
+    return nodes, OwnShards([leaf.loss for leaf in leaves], *_beside_gradients(leaves), 0.0)
 
 
 def nobody_else(what: str, own: list[Tensor]) -> list[Tensor]:
@@ -114,11 +138,12 @@ def compute_own_shards(
     shards: list[range],
     own: range,
     meet: Meet,
+    way_out: WayOut,
     cancel: Callable[[], None],
 ) -> OwnShards:
     """`add_up_own_shards`; where memory runs out, the error says what would fit. Whoever waits to meet is sent home."""
     try:
-        return add_up_own_shards(backend, device, replica, step, batch, rank, shards, own, meet)
+        return add_up_own_shards(backend, device, replica, step, batch, rank, shards, own, meet, way_out)
     except BaseException as problem:
         cancel()
         if not is_out_of_memory(problem):

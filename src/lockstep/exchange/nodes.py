@@ -66,6 +66,19 @@ def sum_at_once(node: Node, leaf: Callable[[int], V], most: int, add_up: Callabl
     return add_up("(x0+x1)", [left, right])
 
 
+def before_last(node: Node) -> list[Node]:
+    """What is added to the last leaf of `node`, in the order of the leaves; so the last of them is added first.
+
+    >>> before_last(Node(0, 7))
+    [Node(first=0, num_leaves=4), Node(first=4, num_leaves=2)]
+    """
+    found = []
+    while node.num_leaves > 1:
+        left, node = children(node)
+        found.append(left)
+    return found
+
+
 def maximal_nodes(shards: range, num_shards: int) -> list[Node]:
     """The largest nodes of the tree that lie within `shards`, in order: what one rank can add up alone.
 

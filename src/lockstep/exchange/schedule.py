@@ -55,6 +55,18 @@ def own_nodes(ranges: list[range]) -> list[list[Node]]:
     return [maximal_nodes(shards, num_shards) for shards in ranges]
 
 
+def in_order(num_parts: int, num_rounds: int) -> list[tuple[int, int]]:
+    """(part, round) in the one order in which every rank begins them; the round after the last one is the end.
+
+    While a part waits for others, the next two have begun. All ranks keep to this order, so none waits in a circle.
+
+    >>> in_order(num_parts=3, num_rounds=1)
+    [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]
+    """
+    both = [(part, round_) for part in range(num_parts) for round_ in range(num_rounds + 1)]
+    return sorted(both, key=lambda entry: (entry[0] + 2 * entry[1], entry[1]))
+
+
 def without_idle_rounds(rounds: list[Round]) -> tuple[Round, ...]:
     """The rounds in which something happens."""
     return tuple(r for r in rounds if r.transfers or r.additions)

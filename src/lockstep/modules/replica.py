@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from lockstep.backends.torch import BACKEND, is_recording, place_of, plain_errors, start_thread, use_tf32
 from lockstep.data.dataset import leaves_of, map_leaves
@@ -15,6 +14,7 @@ from lockstep.device import Device
 from lockstep.engines import Gathered, Leaf, Meet, Shard
 from lockstep.errors import NotRecorded, RunError
 from lockstep.layout import Array, Layout, sha256_of
+from lockstep.modules.gradients import Gradients
 from lockstep.modules.handling import (
     arrays_of,
     call,
@@ -44,7 +44,7 @@ from lockstep.modules.random import (
     shard_seed,
 )
 from lockstep.modules.recipe import ModuleRecipe
-from lockstep.modules.strides import channels_last, flat_in_memory, shaped_like
+from lockstep.modules.strides import channels_last, shaped_like
 from lockstep.modules.sync import SyncNorms
 from lockstep.trace import span
 
@@ -70,7 +70,6 @@ class ModuleReplica:
         self._params = [param for _, param in self._trained]
         shapes = tuple(tuple(param.shape) for param in self._params)
         self._layout = Layout(tuple(name for name, _ in self._trained), shapes)
-        self._gaps = [self._zeros(size) for size in self._layout.pieces[1::2]] + [None]
         self._optimizer = recipe.optimizer(self._trained)
         self._rates = [group.get("lr") for group in self._optimizer.param_groups]
         self._scheduler = recipe.scheduler(self._optimizer) if recipe.scheduler else None
@@ -79,8 +78,8 @@ class ModuleReplica:
             restore_scheduler(self._scheduler, memory["scheduler"], self._place)
         self._own = Part(self.module, [name for name, _ in self._trained], self._place, recipe.is_sync)
         self._buffers, self._random = self._own.buffers, self._own.random
-        # parameters that the first shard must not depend on
-        self._strangers = [param for param in recipe.module.parameters() if param.requires_grad]
+        strangers = [param for param in recipe.module.parameters() if param.requires_grad]
+        self._gradients = Gradients(self._trained, self._layout, strangers, self._place)
         self._beside: dict[int, Part] = {}  # by the number of the shard, in a recording
         self._is_recorded = False
         self._call = BACKEND.capture(call) if recipe.compiles else call
@@ -93,6 +92,10 @@ class ModuleReplica:
         if recipe.is_sync:
             stream = torch.cuda.current_stream() if self._place.type == "cuda" else None
             self._sync = SyncNorms(self, self._params, start_thread=lambda: start_thread(self._place, stream))
+
+    @property
+    def size(self) -> int:
+        return self._layout.size
 
     def leaves(self, step: int, shards: Iterator[Shard], meet: Meet) -> Iterator[Leaf]:
         self._start(step)
@@ -109,37 +112,11 @@ class ModuleReplica:
                     compute = self._recorded if self._is_recorded else self._computed
                     loss = compute(part, step, shard)
                 with span("backward"), NoDraws():
-                    gradients = self._backward(part, loss)
-            yield self.leaf(loss, gradients, part)
-
-    def _backward(self, part: Part, loss: Tensor) -> list[Tensor | None]:
-        """The gradients of a shard, one for each parameter that is trained."""
-        # from its edge: a call with a tensor would be one of those to watch, with all that it calls
-        edge, one = get_gradient_edge(loss), torch.ones_like(loss)
-        gradients: list[Tensor | None]
-        if self._is_recorded:
-            strange = [get_gradient_edge(param) for param in self._strangers]
-            try:
-                (*gradients,) = torch.autograd.grad([edge], part.edges + strange, [one], allow_unused=True)
-            except RuntimeError as problem:
-                if "use_reentrant" not in str(problem):
-                    raise
-                raise NotRecorded("parts of the model are computed again in backward (use_reentrant=True)") from problem
-            is_strange = any(gradient is not None for gradient in gradients[len(part.edges) :])
-            del gradients[len(part.edges) :]
-        else:
-            before = [param.grad for param in self._strangers]
-            torch.autograd.backward(edge, one)
-            is_strange = any(param.grad is not old for param, old in zip(self._strangers, before, strict=True))
-            gradients = [param.grad for param in self._params]
-            self._clear()
-        if is_strange:
-            raise RunError(
-                "The loss uses the module that you gave, and not the replica that is trained: what it adds has no "
-                "effect. Let the model give what the loss needs, as an entry of a tuple."
-            )
-        self._strangers = []
-        return gradients
+                    if self._is_recorded:
+                        gradients, vector = self._gradients.recorded(loss, part.edges)
+                    else:
+                        gradients, vector = self._gradients.of(loss, shard.ready)
+            yield self._leaf(loss, gradients, vector, part)
 
     def _computed(self, part: Part, step: int, shard: Shard) -> Tensor:
         if self._recipe.compiles:  # such a model was found not to draw
@@ -217,27 +194,18 @@ class ModuleReplica:
             )
         return loss
 
-    def leaf(self, loss: Tensor, gradients: list[Tensor | None], part: Part | None = None) -> Leaf:
-        """What a shard leaves behind, also in `part` where that is not the module itself."""
-        part = part or self._own
+    def leaf(self, loss: Tensor, gradients: list[Tensor | None]) -> Leaf:
+        """What a shard leaves behind, with statistics of the whole batch."""
+        return self._leaf(loss, gradients, self._gradients.flat(gradients), self._own)
+
+    def _leaf(self, loss: Tensor, gradients: list[Tensor | None], vector: Tensor, part: Part) -> Leaf:
         row = part.buffers.row()
         if self._is_recorded and any(row):  # "" are statistics
             raise NotRecorded(f"the model changes its buffer {next(filter(None, row))}")
         if self._step == self._first_step:
             part.attributes.check()
         used = frozenset(number for number, gradient in enumerate(gradients) if gradient is not None)
-        pieces: list[Tensor] = []
-        for (name, param), gradient, gap in zip(self._trained, gradients, self._gaps, strict=True):
-            if gradient is None:
-                gradient = torch.zeros_like(param)
-            elif gradient.is_sparse:
-                raise RunError(
-                    f"The gradient of {name} is sparse, which cannot be added up in the tree. Use sparse=False."
-                )
-            pieces.append(flat_in_memory(gradient, param))
-            if gap is not None:
-                pieces.append(gap)
-        return Leaf(torch.cat(pieces), loss.detach(), row, used)
+        return Leaf(vector, loss.detach(), row, used)
 
     def update(self, step: int, total: Tensor, batch: Gathered) -> None:
         self._start(step)  # a rank without shards has not done it
@@ -255,7 +223,7 @@ class ModuleReplica:
                     group["lr"] = rate * self._recipe.rates.factor(step)
         with self._random.start(seed_of(self._recipe.seed, step, 0, OPTIMIZER)):
             self._optimizer.step()
-        self._clear()
+        self._gradients.clear()
         if self._scheduler is not None:
             self._scheduler.step()
         self._buffers.merge(batch.rows, batch.shard_sizes)
@@ -330,16 +298,9 @@ class ModuleReplica:
         if self._is_under_way:
             self._buffers.rewind()
 
-    def _clear(self) -> None:
-        for param in self._params:  # the optimizer may not have all of them
-            param.grad = None
-
     def _laid_out(self, X: Any) -> Any:
         """Samples as the module's kernels like to read them."""
         return map_leaves(X, channels_last) if self._recipe.channels_last else X
-
-    def _zeros(self, size: int) -> Tensor:
-        return torch.zeros(size, dtype=torch.float32, device=self._place)
 
     def _autocast(self) -> torch.autocast:
         # no cache: it belongs to the whole process, so what is in it would depend on the other ranks

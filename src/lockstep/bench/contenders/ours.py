@@ -34,6 +34,7 @@ class Ours:
             balance_for(config.balance),
             config.timeout,
             records=config.capture,
+            bucket_mb=config.bucket_mb,
         )
         self._engine.__enter__()
         self._training = Training(config, prepared, self._engine, Start())
