@@ -44,7 +44,7 @@ def train(
     backend: str = DEFAULT_BACKEND,
     engine: str = "inprocess",
     exchange: str = "sharded",
-    bucket_mb: float = 4.0,
+    bucket_mb: float = 8.0,
     balance: str = "equal",
     workers: int | None = None,
     data_dir: str | Path | None = None,

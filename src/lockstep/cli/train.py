@@ -62,7 +62,7 @@ def train(
         typer.Option(
             help="Gradients leave in parts of so many megabytes while others are still computed; 0: all at the end."
         ),
-    ] = 4.0,
+    ] = 8.0,
     balance: Annotated[
         str, typer.Option(help="Shards for each device: equal, or measured, more for those that are faster.")
     ] = "equal",

@@ -4,7 +4,7 @@ import math
 
 from lockstep.split.batch import part_ranges
 
-BUCKET_MB = 4.0  # a few fit into a cache, and sending one takes longer than waking a thread
+BUCKET_MB = 8.0  # between two processes of one machine, smaller parts took longer (`lockstep bench`)
 MAX_PARTS = 1000
 
 

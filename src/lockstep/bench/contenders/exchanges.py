@@ -14,6 +14,7 @@ from lockstep.bench.work import Work
 from lockstep.device import Device
 from lockstep.engines.group import LOOPBACK, Group, join_store, store_under
 from lockstep.engines.processes import Processes
+from lockstep.engines.wire import Wire
 from lockstep.exchange.nodes import maximal_nodes
 
 ALL_REDUCE = "all_reduce"
@@ -32,6 +33,7 @@ class Exchanges:
         self._ranges = self._engine.balance.ranges(work.num_shards, len(devices))
         self._nodes = maximal_nodes(self._ranges[place.rank], work.num_shards)
         self._rank = place.rank
+        self._wires: dict[tuple[str, int], Wire] = {}
 
     def warm_up(self, method: str, num_bytes: int) -> dict[str, Any]:
         """Exchanges once, and looks if the sum is right."""
@@ -63,7 +65,11 @@ class Exchanges:
 
     def _summed(self, vector: torch.Tensor) -> torch.Tensor:
         """As after backward: all parts leave at once."""
-        wire = self._engine.wire(self._ranges, len(vector))
+        key = self._engine.exchange_name, len(vector)
+        if key not in self._wires:
+            self._wires = {known: wire for known, wire in self._wires.items() if known[1] == len(vector)}
+            self._wires[key] = self._engine.wire(self._ranges, len(vector))
+        wire = self._wires[key]  # a run has one, and its memory is there from the step before
         way_out = wire.start()
         for number, place in enumerate(way_out.places):
             way_out.leave(number, partial(dict.fromkeys, self._nodes, vector[place.start : place.stop]))
