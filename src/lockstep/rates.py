@@ -24,6 +24,10 @@ class Rates:
     warmup: int = 0  # steps in which the rate grows in a straight line to its full value
     num_steps: int = 1  # of the whole run
 
+    def stays(self, step: int) -> bool:
+        """Whether the factor is the same from step number `step` on."""
+        return self.schedule == "constant" and step >= self.warmup
+
     def factor(self, step: int) -> float:
         """The factor for step number `step`, from 1 on."""
         if step <= self.warmup:

@@ -54,11 +54,20 @@ class FlatReplica:
             yield Leaf(gradient, loss)
 
     def update(self, step: int, total: Tensor, batch: Gathered) -> None:
-        gradient = clipped(total / batch.num_samples, self._recipe.clip_norm)  # the only division, by all samples
-        factor = self._recipe.rates.factor(step)
-        flat, state = self._recipe.rule(self.flat, gradient, self._state, step, factor)
+        flat, state = self._updated(step, total, batch)
         assign = self._recipe.backend.assign  # the same memory, where the framework can: a recording reads from there
         self.flat, self._state = assign(self.flat, flat), tuple(map(assign, self._state, state))
+
+    def _updated(self, step: int, total: Tensor, batch: Gathered) -> tuple[Tensor, State]:
+        gradient = clipped(total / batch.num_samples, self._recipe.clip_norm)  # the only division, by all samples
+        return self._recipe.rule(self.flat, gradient, self._state, step, self._recipe.rates.factor(step))
+
+    def repeats_update(self, step: int) -> bool:
+        recipe = self._recipe  # a norm is read by the host
+        return recipe.rates.stays(step) and not recipe.rule.counts_steps and recipe.clip_norm is None
+
+    def rehearse_update(self, step: int, total: Tensor, batch: Gathered) -> None:
+        self._updated(step, total, batch)
 
     def measure(self, X: Any, y: Any) -> dict[str, float]:
         backend = self._recipe.backend

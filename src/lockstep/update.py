@@ -6,7 +6,7 @@ parts: a fused multiply-add may round differently in the vectorised part of a lo
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from lockstep.backends import Tensor
 
@@ -15,6 +15,8 @@ State = tuple[Tensor, ...]  # what a rule remembers from step to step
 
 class Rule(Protocol):
     """Parameters and memory after step number `step` (from 1 on), the learning rate being multiplied by `factor`."""
+
+    counts_steps: ClassVar[bool]  # whether the number of the step changes what it does
 
     def start(self, parameters: Tensor) -> State: ...
     def __call__(
@@ -29,6 +31,7 @@ class Sgd:
     learning_rate: float
     momentum: float = 0.0
     weight_decay: float = 0.0
+    counts_steps: ClassVar[bool] = False
 
     def start(self, parameters: Tensor) -> State:
         return (parameters * 0,) if self.momentum else ()
@@ -54,6 +57,7 @@ class Adam:
     beta1: float = 0.9
     beta2: float = 0.999
     epsilon: float = 1e-8
+    counts_steps: ClassVar[bool] = True
 
     def start(self, parameters: Tensor) -> State:
         return parameters * 0, parameters * 0

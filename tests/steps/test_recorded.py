@@ -17,6 +17,7 @@ class Again:
     def __init__(self):
         self.num_recorded, self.num_replayed, self.num_forks = 0, 0, 0
         self.is_recording = False
+        self.overwritten = None  # what is changed in a recording, which only asks for it, has to be as it was
 
     @contextmanager
     def stream(self):
@@ -53,9 +54,11 @@ class Again:
         self.num_recorded += 1
         work()
         generators()
-        self.is_recording = True
+        self.is_recording, self.overwritten = True, []
         result = work()
-        self.is_recording = False
+        for tensor, before in reversed(self.overwritten):
+            tensor.copy_(before)
+        self.is_recording, self.overwritten = False, None
         result = result._replace(
             totals=[total.clone() for total in result.totals],
             losses=[loss.clone() for loss in result.losses],
@@ -91,6 +94,14 @@ def recorder(monkeypatch):
     found = Again()
     monkeypatch.setattr(TorchBackend, "recorder", lambda self, devices: found)
     monkeypatch.setattr("lockstep.modules.replica.is_recording", lambda place: found.is_recording)
+    assign = TorchBackend.assign
+
+    def assign_and_note(self, target, source):
+        if found.overwritten is not None:
+            found.overwritten.append((target, target.clone()))
+        return assign(self, target, source)
+
+    monkeypatch.setattr(TorchBackend, "assign", assign_and_note)
     return found
 
 
@@ -109,16 +120,19 @@ SETTINGS = {"data": "fashion-mnist-mini", "num_epochs": 2, "batch_size": 300, "l
     [
         {},
         {"optimizer": "adam", "lr": 0.001, "schedule": "cosine", "warmup": 3},
+        {"momentum": 0.9, "weight_decay": 0.01, "warmup": 3},
+        {"clip_norm": 0.5},
         {"model": net_with_everything, "momentum": 0.9},
         {"model": net_with_everything, "optimizer": "adamw", "lr": 0.001, "schedule": "linear", "clip_norm": 1.0},
     ],
-    ids=["lenet", "lenet-adam", "module", "module-adamw"],
+    ids=["lenet", "lenet-adam", "lenet-momentum", "lenet-clipped", "module", "module-adamw"],
 )
 def test_recorded_steps_give_the_bits_of_steps_as_they_are(recorder, how, devices):
     expected = lockstep.train(**{**SETTINGS, **how}, devices=2, capture=False)
     assert recorder.num_recorded == 0
     found = lockstep.train(**{**SETTINGS, **how}, devices=devices)
-    assert recorder.num_recorded == 2  # 300 samples, and what is left at the end of an epoch
+    # 300 samples, and what is left at the end of an epoch; once more when the update is the same from then on
+    assert recorder.num_recorded == (3 if how.get("momentum") and "model" not in how else 2)
     assert recorder.num_replayed == found.steps
     assert found.weights_sha256 == expected.weights_sha256
     assert found.buffers_sha256 == expected.buffers_sha256

@@ -62,6 +62,14 @@ class Replica(Protocol):
         """Applies the sum of all shards' gradients."""
         ...
 
+    def repeats_update(self, step: int) -> bool:
+        """Whether an update that is recorded now can be replayed in all later steps."""
+        ...
+
+    def rehearse_update(self, step: int, total: Tensor, batch: "Gathered") -> None:
+        """Computes what an update would, and changes nothing."""
+        ...
+
     def measure(self, X: Any, y: Any) -> dict[str, float]:
         """Metrics of a few samples, each summed over them."""
         ...

@@ -229,6 +229,12 @@ class ModuleReplica:
         self._buffers.merge(batch.rows, batch.shard_sizes)
         self._is_under_way = False
 
+    def repeats_update(self, step: int) -> bool:
+        return False  # an optimizer of PyTorch's keeps count on the host
+
+    def rehearse_update(self, step: int, total: Tensor, batch: Gathered) -> None:
+        """Its updates are never recorded."""
+
     def measure(self, X: Any, y: Any) -> dict[str, float]:
         self.module.eval()
         num_samples = len(leaves_of(y)[0])

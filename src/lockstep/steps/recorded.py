@@ -2,8 +2,8 @@
 
 A step of a small model is hundreds of requests to the GPU, and asking takes longer than doing. What computes the sum of
 the gradients is recorded: the gathering of samples, every shard's forward and backward beside the others, the tree, the
-exchange. The update is asked for anew each time: its learning rate is a number of the host. Nobody waits for the GPU
-within an epoch; the host is a few steps ahead of it.
+exchange. So is the update, if it is the same in every step from now on; else it is asked for anew each time, as its
+learning rate is a number of the host. Nobody waits for the GPU within an epoch; the host is a few steps ahead of it.
 """
 
 import time
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from lockstep.backends import Pending, Recorder
-from lockstep.engines import Batch, Engine, Exchanged, InProcess, Replica
+from lockstep.engines import Batch, Engine, Exchanged, Gathered, InProcess, Replica
 from lockstep.engines.rank import is_out_of_memory
 from lockstep.errors import NotRecorded, RunError
 from lockstep.split.batch import split_into_shards
@@ -28,7 +28,7 @@ class Known(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """The gradients of one size of batch."""
+    """The step of one size of batch, or what comes before its update."""
 
     replay: Callable[[], None]
     exchanged: Exchanged  # its tensors are filled by each replay
@@ -71,7 +71,7 @@ class RecordedSteps(Steps):
     def __init__(self, engine: InProcess, replicas: Sequence[Replica], num_shards: int, recorder: Recorder) -> None:
         super().__init__(engine, replicas, num_shards)
         self._one_thread, self._recorder = engine, recorder
-        self._recordings: dict[int, Recording] = {}  # samples of a batch ->
+        self._recordings: dict[tuple[int, bool], Recording] = {}  # samples of a batch, with the update? ->
 
     def _begun(self, step: int, batch: Batch) -> Pending:
         if not self.problem:
@@ -88,9 +88,13 @@ class RecordedSteps(Steps):
         shards = split_into_shards(batch.num_samples, self._num_shards)
         with self._one_thread.recording(self._recorder):
             batch.refill()
-            while batch.num_samples not in self._recordings:
+            with_update = all(replica.repeats_update(step) for replica in self._replicas)
+            key = batch.num_samples, with_update
+            if with_update:  # from now on: the other one has done its work
+                self._recordings.pop((batch.num_samples, False), None)
+            while key not in self._recordings:
                 try:
-                    self._recordings[batch.num_samples] = self._record(step, batch, shards)
+                    self._recordings[key] = self._record(step, batch, shards, with_update)
                 except RunError as problem:
                     if not is_out_of_memory(problem):
                         raise
@@ -98,19 +102,31 @@ class RecordedSteps(Steps):
                         raise NotRecorded("it takes more memory than there is") from problem
                     for replica in self._replicas:
                         replica.forget()
-            recording = self._recordings[batch.num_samples]
+            recording = self._recordings[key]
             for replica in self._replicas:
                 replica.replay(step)
             recording.replay()
-            self._engine.update(self._replicas, step, recording.exchanged, shards)
+            if not with_update:
+                self._engine.update(self._replicas, step, recording.exchanged, shards)
             return self._recorder.read_later(recording.exchanged.losses[0])
 
-    def _record(self, step: int, batch: Batch, shards: list[range]) -> Recording:
+    def _record(self, step: int, batch: Batch, shards: list[range], with_update: bool) -> Recording:
+        is_rehearsed = False
+
         def work() -> Exchanged:
+            nonlocal is_rehearsed
             for replica in self._replicas:
                 replica.record(step)
             exchanged = sum_gradients(self._engine, self._replicas, step, batch, shards)
-            return exchanged._replace(losses=[self._recorder.together(exchanged.losses)])
+            losses = self._recorder.together(exchanged.losses)
+            if with_update and is_rehearsed:
+                self._engine.update(self._replicas, step, exchanged, shards)
+            elif with_update:
+                gathered = Gathered([len(shard) for shard in shards], exchanged.rows, exchanged.used)
+                for replica, total in zip(self._replicas, exchanged.totals, strict=True):
+                    replica.rehearse_update(step, total, gathered)
+            is_rehearsed = True
+            return exchanged._replace(losses=[losses])
 
         return Recording(*self._recorder.record(work, lambda: [g for r in self._replicas for g in r.generators()]))
 
