@@ -2,10 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image  # which matplotlib brings along
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from lockstep.bench.work import Work
 from lockstep.data import Dataset
@@ -48,18 +51,18 @@ def in_memory(work: Work, data: Dataset, part: range, place: torch.device, chann
     return batches
 
 
-def loaded(work: Work, data: Dataset, part: range, num_workers: int) -> Batches:
+def loaded(work: Work, data: Dataset, part: range, num_workers: int, pin_memory: bool = False) -> Batches:
     """Samples are prepared one by one in processes of their own, which stay; a batch is in the CPU's memory.
 
     Once the batches of a trial have been taken, nothing is left to prepare: they do not disturb the others.
     """
     steps: list[list[int]] = []  # the sample numbers of each step of a trial
     loader = DataLoader(
-        Samples(torch.from_numpy(data.X_train), torch.from_numpy(data.y_train)),
+        Samples(data),
         batch_sampler=steps,
         num_workers=num_workers,
         persistent_workers=True,
-        pin_memory=work.is_on_gpu,
+        pin_memory=pin_memory,
     )
     numbers_of = SampleNumbers(work, data.num_train, part)
 
@@ -70,9 +73,19 @@ def loaded(work: Work, data: Dataset, part: range, num_workers: int) -> Batches:
     return batches
 
 
-class Samples(TensorDataset):
-    """Samples as a loader's processes prepare them: bytes become numbers from 0 to 1."""
+class Samples:
+    """Samples as a loader's processes prepare them: an image, then its numbers from 0 to 1, as torchvision does it."""
 
-    def __getitem__(self, number: int) -> tuple[Tensor, ...]:
-        X, y = super().__getitem__(number)
-        return (X.float() / 255 if X.dtype == torch.uint8 else X), y
+    def __init__(self, data: Dataset) -> None:
+        self._X, self._y = data.X_train, data.y_train
+        self._are_images = self._X.dtype == np.uint8
+
+    def __len__(self) -> int:
+        return len(self._X)
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Any]:
+        if not self._are_images:
+            return torch.from_numpy(self._X[number]), torch.from_numpy(self._y[number])
+        image = Image.fromarray(self._X[number, 0])
+        numbers = torch.from_numpy(np.array(image, np.uint8, copy=True)).view(image.size[1], image.size[0], 1)
+        return numbers.permute(2, 0, 1).contiguous().to(torch.float32).div(255), int(self._y[number])
