@@ -13,6 +13,7 @@ from lockstep.engines import Batch, Engine
 from lockstep.errors import RunError
 from lockstep.layout import Array
 
+ALIGNED = 256  # bytes: no kernel asks for more
 Split = Callable[[int], list[range]]  # samples of a batch -> its shards
 
 
@@ -55,7 +56,9 @@ class Samples:
         self._engine, self.num_samples = engine, len(leaves_of(X)[0])
         self._take = engine.backend.capture(engine.backend.take) if compiles else engine.backend.take
         self._windows: dict[int, list[Tensor]] = {}
+        self._whole: dict[int, Tensor] = {}  # samples of the batch that is being recorded, by what they are from
         placed = {id(array): engine.place(array) for array in leaves_of((X, y))}
+        self._bytes = {id(placed[id(array)][0]): bytes_of_sample(array) for array in leaves_of((X, y))}
         self._of_rank = [
             map_leaves((X, y), partial(_of_rank, placed, number)) for number in range(len(engine.local_ranks))
         ]
@@ -72,14 +75,33 @@ class Samples:
             def fetch(rank: int, start: int, stop: int, first: int = first, size: int = size) -> tuple[Any, Any]:
                 number = self._engine.local_ranks.index(rank)
                 if self._engine.is_recording:
-                    return self._gathered(number, self._window(size)[number], start, stop)
+                    return self._cut(size, start, stop)
                 return self._gathered(number, places[number], first + start, first + stop)
 
-            yield Batch(size, fetch, refill)
+            def gather(size: int = size) -> None:
+                window = self._window(size)[0]
+                self._whole = {id(data): self._take(data, window, 0, size) for data in leaves_of(self._of_rank[0])}
+
+            yield Batch(size, fetch, refill, gather)
 
     def _gathered(self, number: int, order: Tensor, start: int, stop: int) -> tuple[Any, Any]:
         own = self._engine.backend.chunk(order, start, stop)
         X, y = map_leaves(self._of_rank[number], lambda tensor: self._take(tensor, own, 0, stop - start))
+        return X, y
+
+    def _cut(self, size: int, start: int, stop: int) -> tuple[Any, Any]:
+        """Samples of the batch that was gathered; gathered once more where they would lie otherwise than by themselves.
+
+        A kernel may be another one for memory that is not aligned.
+        """
+        backend, window = self._engine.backend, self._window(size)[0]
+
+        def cut(data: Tensor) -> Tensor:
+            if start * self._bytes[id(data)] % ALIGNED == 0:
+                return backend.chunk(self._whole[id(data)], start, stop)
+            return self._take(data, backend.chunk(window, start, stop), 0, stop - start)
+
+        X, y = map_leaves(self._of_rank[0], cut)
         return X, y
 
     def _window(self, size: int) -> list[Tensor]:
@@ -90,6 +112,11 @@ class Samples:
 
     def close(self) -> None:
         """Nothing was started."""
+
+
+def bytes_of_sample(array: Array) -> int:
+    """What one sample takes on a device, where bytes have become floats."""
+    return int(np.prod(array.shape[1:], dtype=np.int64)) * (4 if array.dtype == np.uint8 else array.dtype.itemsize)
 
 
 def _of_rank(placed: dict[int, list[Tensor]], number: int, array: Array) -> Tensor:

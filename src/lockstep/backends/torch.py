@@ -28,7 +28,7 @@ class TorchOps(Ops):
     """The operations that models are written in."""
 
     def conv2d(self, X: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return F.conv2d(X, weight, bias)
+        return F.conv2d(X.contiguous(), weight, bias)  # else the backward pass would lay it out once more
 
     def relu(self, X: Tensor) -> Tensor:
         return F.relu(X)
@@ -213,7 +213,8 @@ class TorchBackend:
                 for number, param in enumerate(params):
                     param.register_hook(partial(_put, filling, number))
             with span("backward"):
-                gradients = torch.autograd.grad(loss, params, allow_unused=True, materialize_grads=True)
+                seed = _one(loss.dtype, loss.device) if loss.ndim == 0 else None
+                gradients = torch.autograd.grad(loss, params, seed, allow_unused=True, materialize_grads=True)
         if filling:
             return loss.detach(), filling.complete()
         pieces = [gradient.reshape(-1) for gradient in gradients]
@@ -228,10 +229,20 @@ def _put(filling: Filling, number: int, gradient: Tensor) -> None:
 @cache
 def _gaps(layout: Layout, place: torch.device) -> list[Tensor]:
     """The zeros after each parameter; none after the last."""
-    gaps = [torch.zeros(size, device=place) for size in (*layout.pieces[1::2], 0)]
-    if place.type == "cuda":
-        torch.cuda.current_stream(place).synchronize()  # other streams use them too
-    return gaps
+    return _for_all_streams([torch.zeros(size, device=place) for size in (*layout.pieces[1::2], 0)])
+
+
+@cache
+def _one(dtype: torch.dtype, place: torch.device) -> Tensor:
+    """What backward starts with."""
+    return _for_all_streams([torch.ones((), dtype=dtype, device=place)])[0]
+
+
+def _for_all_streams(tensors: list[Tensor]) -> list[Tensor]:
+    """The same tensors, filled by now."""
+    if tensors[0].is_cuda:
+        torch.cuda.current_stream(tensors[0].device).synchronize()
+    return tensors
 
 
 @contextmanager

@@ -21,6 +21,7 @@ class Batch:
     num_samples: int
     fetch: Callable[[int, int, int], tuple[Any, Any]]  # (rank, start, stop) -> X, y on the rank's device
     refill: Callable[[], None] | None = None  # makes a `fetch` that was recorded find the samples of this batch
+    gather: Callable[[], None] | None = None  # in a recording: all samples at once, for `fetch` to cut from
 
 
 class Shard(NamedTuple):

@@ -245,6 +245,8 @@ class InProcess:
         shards: list[range],
         ranges: tuple[range, ...],
     ) -> Gradients:
+        if batch.gather is not None:
+            batch.gather()
         with recorder.fork():
             leaves = self.each(
                 "forward and backward",

@@ -51,8 +51,8 @@ def in_memory(work: Work, data: Dataset, part: range, place: torch.device, chann
     return batches
 
 
-def loaded(work: Work, data: Dataset, part: range, num_workers: int, pin_memory: bool = False) -> Batches:
-    """Samples are prepared one by one in processes of their own, which stay; a batch is in the CPU's memory.
+def loaded(work: Work, data: Dataset, part: range, num_workers: int, stays: bool, pin_memory: bool) -> Batches:
+    """Samples are prepared one by one in processes of their own, which may stay; a batch is in the CPU's memory.
 
     Once the batches of a trial have been taken, nothing is left to prepare: they do not disturb the others.
     """
@@ -61,7 +61,7 @@ def loaded(work: Work, data: Dataset, part: range, num_workers: int, pin_memory:
         Samples(data),
         batch_sampler=steps,
         num_workers=num_workers,
-        persistent_workers=True,
+        persistent_workers=stays,
         pin_memory=pin_memory,
     )
     numbers_of = SampleNumbers(work, data.num_train, part)

@@ -99,7 +99,7 @@ class Peer:
         if self._best:
             self._batches = in_memory(work, self._data, self._part, where, choice.channels_last)
         else:
-            self._batches = loaded(work, self._data, self._part, NUM_WORKERS, pin_memory=work.is_on_gpu)
+            self._batches = loaded(work, self._data, self._part, NUM_WORKERS, True, pin_memory=work.is_on_gpu)
         if choice.num_threads is not None:
             torch.set_num_threads(choice.num_threads)
 
