@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -111,12 +112,13 @@ def test_one_that_dies_is_an_error_that_says_how_and_leaves_nothing():
     running = Running("text", WORK, [Device("cpu:0")], 0, "lo")
     try:
         assert running.answers() == [{"ready": True}]
-        running.ask("run", num_steps=1)  # now the loader has processes too
-        (process, *loaders) = below(os.getpid())
-        assert loaders
-        os.kill(int(process), signal.SIGKILL)
-        with pytest.raises(ContenderFailed, match=r"ended by signal 9 \(Killed\)"):
-            running.ask("run", num_steps=1)
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(running.ask, "run", num_steps=10_000)
+            assert wait_until(lambda: len(below(os.getpid())) > 1)  # the loader has processes too
+            (process, *loaders) = below(os.getpid())
+            os.kill(int(process), signal.SIGKILL)
+            with pytest.raises(ContenderFailed, match=r"ended by signal 9 \(Killed\)"):
+                answer.result()
     finally:
         running.kill()
     # at once: left alone, they would notice after some seconds
