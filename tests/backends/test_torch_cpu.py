@@ -1,10 +1,14 @@
 """LeNet's kernels on a CPU against PyTorch's own operations, one after the other."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch.nn import functional as F
 
-from lockstep.backends.torch_cpu import ConvReluPool2d, channels_last
+from lockstep.backends.torch_cpu import ConvReluPool2d, channels_last, scripted
 from lockstep.modules.strides import flat_in_memory, lies_channels_last, shaped_like
 
 
@@ -34,6 +38,35 @@ def test_result_and_gradients_are_those_of_the_operations_one_after_the_other(
         for expected, own in zip(*found, strict=True):
             assert own.shape == expected.shape
             torch.testing.assert_close(own, expected, rtol=1e-4, atol=2e-5 * float(expected.detach().abs().max()))
+
+
+def test_without_scripts_functions_are_what_they_are(monkeypatch):
+    def no_more(function):
+        raise RuntimeError("gone")
+
+    monkeypatch.setattr(torch.jit, "script", no_more)
+    assert scripted(no_more) is no_more
+
+
+def test_without_scripts_bits_are_the_same():
+    code = """
+import lockstep, torch
+from lockstep.backends.torch_cpu import by_product
+print(isinstance(by_product, torch.jit.ScriptFunction))
+print(lockstep.train(2, num_epochs=1, data="fashion-mnist-mini", quiet=True).weights_sha256)
+"""
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTORCH_JIT": jit},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.split()
+        for jit in "01"
+    ]
+    assert [is_script for is_script, _ in found] == ["False", "True"]
+    assert found[0][1] == found[1][1]
 
 
 def test_what_is_given_is_not_overwritten():
