@@ -51,5 +51,6 @@ def run(config: RunConfig, given: Given | None = None, quiet: bool = False, resu
             config.timeout,
             records=config.capture and not config.trace,
             bucket_mb=config.bucket_mb,
+            pins=not config.compile,  # a compiler's processes would be kept on the same core
         ) as engine:
             return report(Training(config, prepared, engine, start).events(), log, quiet)

@@ -1,5 +1,6 @@
 """The in-process engine: real copies, work at the same time, errors that name the rank, nothing left behind."""
 
+import os
 import threading
 
 import numpy as np
@@ -109,3 +110,15 @@ def test_of_two_runs_in_one_process_the_second_is_refused():
         pytest.fail("the second engine must not be entered")
     with InProcess(TORCH, FOUR[:1]) as engine:
         assert engine.num_ranks == 1
+
+
+def test_ranks_that_take_up_all_cores_have_one_each_and_others_stay_free():
+    cores = os.sched_getaffinity(0)
+    for num_ranks in (len(cores), len(cores) + 1):
+        with InProcess(TORCH, [Device(f"cpu:{n}") for n in range(num_ranks)], pins=True) as engine:
+            found = engine.each("look", lambda rank, device: os.sched_getaffinity(0))
+        if num_ranks == len(cores):
+            assert found == [{core} for core in sorted(cores)]
+        else:
+            assert all(core == cores for core in found)
+    assert os.sched_getaffinity(0) == cores

@@ -34,3 +34,15 @@ def _name() -> str:
             return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
+
+
+def pin_to_core(number: int, num_threads: int) -> None:
+    """Keeps the calling thread on a core of its own, if `num_threads` of its kind take up all cores of this process.
+
+    With cores to spare it stays free to move: another program may have the one that it would be kept on.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    if num_threads == len(cores):
+        os.sched_setaffinity(0, {cores[number]})

@@ -16,6 +16,7 @@ from typing import Any, Self
 import numpy as np
 
 from lockstep.backends import Backend, Recorder, Tensor
+from lockstep.backends.hardware import pin_to_core
 from lockstep.data.dataset import map_leaves
 from lockstep.device import Device
 from lockstep.engines.engine import Batch, Exchanged, Gathered, Gradients, Replica
@@ -45,9 +46,11 @@ class InProcess:
         timeout: float | None = None,
         records: bool = False,
         bucket_mb: float = BUCKET_MB,
+        pins: bool = False,
     ) -> None:
         self.backend, self.devices, self.exchange_name, self.timeout = backend, devices, exchange, timeout
         self.balance, self._records, self._bucket_mb = balance or Balance(), records, bucket_mb
+        self._pins = pins and devices[0].kind == "cpu"
         self.recorder: Recorder | None = None
         self.is_recording = False
         self.traces: list[Trace] = []  # one for each rank, while a run is traced
@@ -67,6 +70,8 @@ class InProcess:
                 self._undo.callback(self._end, rank)
             self._undo.callback(self._end_beside)
             self.each("start", lambda rank, device: self.backend.start_worker(device))
+            if self._pins:
+                self.each("start", lambda rank, device: pin_to_core(rank, self.num_ranks))
             self.recorder = self.backend.recorder(self.devices) if self._records else None
         except BaseException:
             self.close()

@@ -35,6 +35,7 @@ class Ours:
             config.timeout,
             records=config.capture,
             bucket_mb=config.bucket_mb,
+            pins=not config.compile,
         )
         self._engine.__enter__()
         self._training = Training(config, prepared, self._engine, Start())
