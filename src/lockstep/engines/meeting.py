@@ -1,10 +1,41 @@
 """Where the ranks of one process meet in mid-phase: each brings its shards' tensors and leaves with everybody's."""
 
 import threading
+from queue import Empty, SimpleQueue
 
 from lockstep.backends import Backend, Tensor
 from lockstep.device import Device
 from lockstep.errors import RunError
+
+
+class Arrivals:
+    """A barrier, to be passed many times. It is made of queues, which wake who waits sooner than `threading`'s own."""
+
+    def __init__(self, num_ranks: int, timeout: float | None = None) -> None:
+        self._timeout = timeout
+        self._from_to: list[list[SimpleQueue[bool]]] = [
+            [SimpleQueue() for _ in range(num_ranks)] for _ in range(num_ranks)
+        ]
+
+    def wait(self, rank: int) -> None:
+        """Returns when all others have come as often as this rank."""
+        others = [other for other in range(len(self._from_to)) if other != rank]
+        for other in others:
+            self._from_to[rank][other].put(True)
+        for other in others:
+            try:
+                has_come = self._from_to[other][rank].get(timeout=self._timeout)
+            except Empty:
+                has_come = False
+            if not has_come:
+                self.cancel()
+                raise threading.BrokenBarrierError
+
+    def cancel(self) -> None:
+        """Sends everybody home who waits, now or later."""
+        for queues in self._from_to:
+            for queue in queues:
+                queue.put(False)
 
 
 class Meeting:

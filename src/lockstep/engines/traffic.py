@@ -1,11 +1,11 @@
 """The gradients of one step on their way between the ranks of one process."""
 
-import threading
 from collections.abc import Sequence
 
 from lockstep.backends import Backend, Tensor
 from lockstep.device import Device
 from lockstep.engines.leaving import Departures, WayOut
+from lockstep.engines.meeting import Arrivals
 from lockstep.engines.rank import Held, cut_into_chunks, take_part, total_of
 from lockstep.exchange.schedule import Schedule, in_order
 from lockstep.trace import span
@@ -26,7 +26,7 @@ class Traffic:
         self._held: list[list[Held]] = [[{} for _ in devices] for _ in places]  # of a part, of a rank
         self._departures = [Departures() for _ in devices]
         # who takes parts through the rounds beside a rank waits as long as the rank does: that one has the deadline
-        self._all_here = threading.Barrier(len(devices), timeout=None if self.is_beside else timeout)
+        self._arrivals = Arrivals(len(devices), timeout=None if self.is_beside else timeout)
 
     @property
     def is_beside(self) -> bool:
@@ -43,7 +43,8 @@ class Traffic:
             for number, round_ in in_order(len(self.places), len(self._schedule.rounds)):
                 self.go_on(rank, number, round_)
                 self._backend.synchronize(self._devices[rank])
-                self._all_here.wait()
+                if round_ < len(self._schedule.rounds):  # from the last round on, it needs nobody else
+                    self._arrivals.wait(rank)
             total = self.total(rank)
             self._backend.synchronize(self._devices[rank])
             return total
@@ -69,6 +70,6 @@ class Traffic:
 
     def cancel(self) -> None:
         """Sends everybody home who waits, now or later."""
-        self._all_here.abort()
+        self._arrivals.cancel()
         for departures in self._departures:
             departures.cancel()
