@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import lockstep
 from lockstep.backends.torch_filling import Filling
 from lockstep.engines.leaving import Departures
+from lockstep.engines.meeting import Arrivals
 from lockstep.engines.traffic import Traffic
 from lockstep.errors import Late, RankError, RunError
 from lockstep.layout import Layout
@@ -224,3 +225,25 @@ def test_a_vector_is_told_of_from_its_end_on():
     assert start == 16
     assert part.tolist() == [2.0] * 4 + [0.0] * 12 + [3.0] * 5
     assert filling.complete().tolist() == [0.0] * 16 + part.tolist()  # the first never came
+
+
+def test_nobody_passes_a_barrier_before_all_have_come_and_who_waits_is_sent_home():
+    arrivals, passed = Arrivals(3), []
+
+    def go(rank):
+        for turn in range(50):
+            passed.append((turn, rank))
+            arrivals.wait(rank)
+
+    threads = [threading.Thread(target=go, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert [turn for turn, _ in passed] == sorted(turn for turn, _ in passed)
+    assert len(passed) == 150
+    threading.Timer(0.05, arrivals.cancel).start()
+    with pytest.raises(threading.BrokenBarrierError):
+        arrivals.wait(0)
+    with pytest.raises(threading.BrokenBarrierError):
+        Arrivals(2, timeout=0.05).wait(1)

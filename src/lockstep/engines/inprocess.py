@@ -7,10 +7,12 @@ every rank has finished it.
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any, Self
 
 import numpy as np
@@ -115,10 +117,17 @@ class InProcess:
 
     def _results(self, phase: str, threads: list[RankThread], futures: "list[Future[Any]]") -> list[Any]:
         """What the threads of all ranks give back; an error is the first rank's that has one of its own."""
+        done: SimpleQueue[Future[Any]] = SimpleQueue()
+        for future in futures:
+            future.add_done_callback(done.put)
         try:
-            first, _ = wait(futures, return_when=FIRST_COMPLETED)
-            if not all(isinstance(future.exception(), threading.BrokenBarrierError) for future in first):
-                wait(futures, timeout=self.timeout)  # the others, who are waited for from now on
+            first = done.get()
+            if not isinstance(first.exception(), threading.BrokenBarrierError):
+                began = time.monotonic()  # the others are waited for from now on
+                for _ in futures[1:]:
+                    done.get(timeout=self.timeout and max(0.0, began + self.timeout - time.monotonic()))
+        except Empty:
+            pass
         except KeyboardInterrupt:  # at once: nobody waits for the threads
             self._late = [rank for rank, future in enumerate(futures) if not future.done()]
             raise
