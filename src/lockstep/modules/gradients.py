@@ -11,6 +11,7 @@ from lockstep.backends import Ready
 from lockstep.backends.torch_filling import Filling
 from lockstep.errors import NotRecorded, RunError
 from lockstep.layout import Layout
+from lockstep.modules.random import NoDraws
 from lockstep.modules.strides import flat_in_memory
 
 
@@ -36,7 +37,9 @@ class Gradients:
         self._filling = None if ready is None else self._look_or_fill(ready)
         before = [param.grad for param in self._strangers]
         # from its edge: a call with a tensor would be one of those to watch, with all that it calls
-        torch.autograd.backward(get_gradient_edge(loss), torch.ones_like(loss))
+        edge, one = get_gradient_edge(loss), torch.ones_like(loss)
+        with NoDraws():
+            torch.autograd.backward(edge, one)
         self._check(param.grad is not old for param, old in zip(self._strangers, before, strict=True))
         gradients = [param.grad for param in self._params]
         self.clear()
@@ -55,9 +58,10 @@ class Gradients:
     def recorded(self, loss: Tensor, edges: Sequence[GradientEdge]) -> tuple[list[Tensor | None], Tensor]:
         """The same for a recording, of the parameters that these edges lead to."""
         strange = [get_gradient_edge(param) for param in self._strangers]
-        wanted, one = [*edges, *strange], torch.ones_like(loss)
+        edge, wanted, one = get_gradient_edge(loss), [*edges, *strange], torch.ones_like(loss)
         try:
-            found = torch.autograd.grad([get_gradient_edge(loss)], wanted, [one], allow_unused=True)
+            with NoDraws():
+                found = torch.autograd.grad([edge], wanted, [one], allow_unused=True)
         except RuntimeError as problem:
             if "use_reentrant" not in str(problem):
                 raise

@@ -37,7 +37,6 @@ from lockstep.modules.parts import Part
 from lockstep.modules.random import (
     OPTIMIZER,
     KeyedRandom,
-    NoDraws,
     drawn_so_far,
     no_draws_outside_of_pytorch,
     seed_of,
@@ -111,7 +110,7 @@ class ModuleReplica:
                 with span("forward"):
                     compute = self._recorded if self._is_recorded else self._computed
                     loss = compute(part, step, shard)
-                with span("backward"), NoDraws():
+                with span("backward"):
                     if self._is_recorded:
                         gradients, vector = self._gradients.recorded(loss, part.edges)
                     else:
