@@ -21,7 +21,7 @@ from torch import nn
 import lockstep
 from lockstep.backends import load_backend
 from lockstep.data import load_dataset
-from lockstep.modules.lenet_bn import LeNetBN
+from lockstep.models.lenet_bn import LeNetBN
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from lockstep.backends import load_backend
 from lockstep.config import RunConfig
 from lockstep.report.events import Result
-from lockstep.run import run
+from lockstep.training.run import run
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from lockstep.backends import load_backend
 from lockstep.config import RunConfig
 from lockstep.report.events import RunDone
-from lockstep.run import run
+from lockstep.training.run import run
 
 RESULT = Path(__file__).parent / "results" / "matrix.json"
 

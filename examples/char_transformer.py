@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 import lockstep
-from lockstep.modules.transformer import Transformer
+from lockstep.models.transformer import Transformer
 
 LENGTH = 64  # characters that the model sees at once
 

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 import lockstep
 from lockstep.data import load_dataset
-from lockstep.modules.resnet18 import ResNet18
+from lockstep.models.resnet18 import ResNet18
 
 
 class Flipped(Dataset):

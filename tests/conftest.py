@@ -71,3 +71,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A data set of 24 training and 10 test images, for batches of a few samples."""
     return write_npz(tmp_path_factory.mktemp("data") / "few.npz", 24, 10)
+
+
+@pytest.fixture
+def vectors():
+    """40 samples of six numbers, with labels of three classes, as PyTorch tensors."""
+    import torch  # not in the environments of the other frameworks
+
+    generator = torch.Generator().manual_seed(0)
+    return torch.rand(40, 6, generator=generator), torch.randint(3, (40,), generator=generator)

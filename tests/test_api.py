@@ -11,9 +11,9 @@ import lockstep
 from lockstep.config import RunConfig
 from lockstep.data import load_dataset
 from lockstep.data.order import sample_order
-from lockstep.errors import ConfigError, RankError
-from lockstep.layout import sha256_of
-from lockstep.run import run
+from lockstep.core.errors import ConfigError, RankError
+from lockstep.core.layout import sha256_of
+from lockstep.training.run import run
 
 TWO = ["cpu:0", "cpu:1"]
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.config import MAX_SEED, MAX_SHARDS, RunConfig, check_batch, check_ranks
-from lockstep.errors import ConfigError
+from lockstep.core.errors import ConfigError
 
 
 def test_the_settings_that_a_run_has_unless_told_otherwise_are_those_of_the_text():

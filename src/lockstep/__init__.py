@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         train_batch,
         try_gpu,
     )
-    from lockstep.errors import LockstepError
+    from lockstep.core.errors import LockstepError
 
 __version__ = "0.1.0"
 
@@ -49,7 +49,8 @@ def __getattr__(name: str) -> Any:
     """Loads a public name when it is first used, so that `lockstep --help` and `import lockstep` cost nothing."""
     if name not in __all__:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}. It offers: {', '.join(__all__)}.")
-    from lockstep import api, errors
+    from lockstep import api
+    from lockstep.core import errors
 
     value = getattr(errors if name == "LockstepError" else api, name)
     globals()[name] = value

@@ -19,23 +19,23 @@ from lockstep.backends import (
     places_for,
 )
 from lockstep.config import RunConfig, check_ranks
-from lockstep.device import Device
-from lockstep.engines import InProcess
-from lockstep.engines.rank import cut_into_chunks, take_part, total_of
-from lockstep.errors import ConfigError, RunError
-from lockstep.evaluate import measure
-from lockstep.exchange import schedule_for
-from lockstep.exchange.nodes import Node
-from lockstep.given import as_labels, backend_of_batch, batch_of, check_replicas, flat_replicas, layout_of_replica
+from lockstep.core.device import Device
+from lockstep.runtime import InProcess
+from lockstep.runtime.interpreter import cut_into_chunks, take_part, total_of
+from lockstep.core.errors import ConfigError, RunError
+from lockstep.training.evaluate import measure
+from lockstep.schedules.exchanges import schedule_for
+from lockstep.schedules.reduction_tree import Node
+from lockstep.training.api_inputs import as_labels, backend_of_batch, batch_of, check_replicas, flat_replicas, layout_of_replica
 from lockstep.models import Forward
 from lockstep.models.lenet import init_lenet, lenet
-from lockstep.replica import FlatRecipe, FlatReplica
+from lockstep.replicas.flat import FlatRecipe, FlatReplica
 from lockstep.report.events import Result
-from lockstep.split.batch import part_ranges
-from lockstep.steps import train_step
-from lockstep.task import PIECE
-from lockstep.training import train
-from lockstep.update import Sgd
+from lockstep.partition.batch import part_ranges
+from lockstep.runtime.step import train_step
+from lockstep.training.task import PIECE
+from lockstep.training.train import train
+from lockstep.optim.optimizers import Sgd
 
 __all__ = [
     "Result",

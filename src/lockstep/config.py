@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.backends import DEFAULT_BACKEND
-from lockstep.errors import ConfigError
-from lockstep.named import is_place
-from lockstep.rates import SCHEDULES
-from lockstep.registry import pick
-from lockstep.split.balance import BALANCES
-from lockstep.split.parts import BUCKET_MB
+from lockstep.core.errors import ConfigError
+from lockstep.core.entry_points import is_place
+from lockstep.optim.lr_schedule import SCHEDULES
+from lockstep.core.registry import pick
+from lockstep.partition.balance import BALANCES
+from lockstep.partition.buckets import BUCKET_MB
 
 MAX_SHARDS = 4096  # a shard is a forward and backward pass of its own: more would only be slow
 MAX_SEED = 2**32 - 1
@@ -42,7 +42,7 @@ class RunConfig:
 
     >>> RunConfig(batch_size=0)
     Traceback (most recent call last):
-    lockstep.errors.ConfigError: A batch of 0 samples cannot be trained on. Use 1 or more (--batch-size).
+    lockstep.core.errors.ConfigError: A batch of 0 samples cannot be trained on. Use 1 or more (--batch-size).
     """
 
     model: str = "lenet"  # a name, or package.file:function

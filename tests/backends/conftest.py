@@ -6,7 +6,7 @@ from contextlib import suppress
 import pytest
 
 from lockstep.backends import BACKENDS, is_installed, load_backend
-from lockstep.errors import BackendError
+from lockstep.core.errors import BackendError
 
 
 def asked_for() -> list[str]:

@@ -11,8 +11,8 @@ import pytest
 
 import lockstep
 from lockstep.backends import BACKENDS, backend_of, devices_for, is_installed, load_backend, places_for
-from lockstep.device import Device
-from lockstep.errors import BackendError, ConfigError, DeviceError
+from lockstep.core.device import Device
+from lockstep.core.errors import BackendError, ConfigError, DeviceError
 
 CPU = Device("cpu:0")
 SOURCE = Path(lockstep.__file__).parents[1]

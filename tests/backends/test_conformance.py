@@ -20,15 +20,15 @@ from lockstep.backends.protocol import Backend, Capabilities, Ops
 from lockstep.config import RunConfig
 from lockstep.data import load_dataset
 from lockstep.data.order import sample_order
-from lockstep.device import Device
-from lockstep.engines import InProcess
-from lockstep.errors import BackendError, ConfigError, LockstepError, RankError
-from lockstep.layout import Layout, layout_of, sha256_of
+from lockstep.core.device import Device
+from lockstep.runtime import InProcess
+from lockstep.core.errors import BackendError, ConfigError, LockstepError, RankError
+from lockstep.core.layout import Layout, layout_of, sha256_of
 from lockstep.models import MODELS, CrossEntropySum
 from lockstep.models.lenet import init_lenet
 from lockstep.models.model import Model
-from lockstep.run import run
-from lockstep.task import Given
+from lockstep.training.run import run
+from lockstep.training.task import Given
 
 CPU = Device("cpu:0")
 ORACLE = load_backend("numpy")
@@ -88,8 +88,8 @@ import warnings
 from pathlib import Path
 from lockstep import allreduce
 from lockstep.backends import load_backend
-from lockstep.device import Device
-from lockstep.engines import InProcess
+from lockstep.core.device import Device
+from lockstep.runtime import InProcess
 import numpy
 backend = load_backend({name!r})
 allreduce([backend.from_numpy(numpy.ones(3, numpy.float32), Device("cpu:0")) for _ in range(2)])

@@ -12,8 +12,8 @@ import pytest
 import lockstep
 from lockstep.backends import load_backend
 from lockstep.backends.hardware import cpu
-from lockstep.device import Device
-from lockstep.errors import BackendError
+from lockstep.core.device import Device
+from lockstep.core.errors import BackendError
 
 JAX = load_backend("jax")
 TWO = ["cpu:0", "cpu:1"]

@@ -12,8 +12,8 @@ from mxnet import np as mxnp
 
 import lockstep
 from lockstep.backends import load_backend
-from lockstep.device import Device
-from lockstep.errors import RankError
+from lockstep.core.device import Device
+from lockstep.core.errors import RankError
 
 MXNET = load_backend("mxnet")
 

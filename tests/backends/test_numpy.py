@@ -7,8 +7,8 @@ from threadpoolctl import threadpool_info
 import lockstep
 from lockstep.backends import load_backend
 from lockstep.backends.numpy import Traced
-from lockstep.device import Device
-from lockstep.errors import BackendError, RankError
+from lockstep.core.device import Device
+from lockstep.core.errors import BackendError, RankError
 
 NUMPY = load_backend("numpy")
 OPS = NUMPY.ops

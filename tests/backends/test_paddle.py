@@ -5,9 +5,9 @@ import pytest
 
 import lockstep
 from lockstep.backends import load_backend
-from lockstep.device import Device
-from lockstep.engines import InProcess
-from lockstep.errors import BackendError, LockstepError
+from lockstep.core.device import Device
+from lockstep.runtime import InProcess
+from lockstep.core.errors import BackendError, LockstepError
 
 PADDLE = load_backend("paddle")
 CPU = Device("cpu:0")

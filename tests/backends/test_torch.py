@@ -9,8 +9,8 @@ import torch
 
 import lockstep.backends.torch
 from lockstep.backends import load_backend
-from lockstep.device import Device
-from lockstep.errors import BackendError, RankError
+from lockstep.core.device import Device
+from lockstep.core.errors import BackendError, RankError
 
 TORCH = load_backend("torch")
 CPU = Device("cpu:0")

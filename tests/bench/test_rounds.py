@@ -16,7 +16,7 @@ from lockstep.bench.contenders import CONTENDERS
 from lockstep.bench.processes import ContenderFailed, Running
 from lockstep.bench.rounds import measure_exchanges, measure_model
 from lockstep.bench.work import Work
-from lockstep.device import Device
+from lockstep.core.device import Device
 
 # A few samples and a large rate: the second loss depends on the first update of every weight of the last layer.
 WORK = Work(

@@ -11,8 +11,8 @@ from lockstep.bench.work import MODELS, parse_settings, samples_of, work_for
 from lockstep.config import RunConfig
 from lockstep.data import load_dataset
 from lockstep.data.order import sample_order
-from lockstep.device import Device
-from lockstep.errors import ConfigError
+from lockstep.core.device import Device
+from lockstep.core.errors import ConfigError
 
 TWO = [Device("cpu:0"), Device("cpu:1")]
 

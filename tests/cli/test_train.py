@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from lockstep.layout import sha256_of
+from lockstep.core.layout import sha256_of
 
 MINI = ("--data", "fashion-mnist-mini", "--epochs", 2, "--json")
 

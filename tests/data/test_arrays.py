@@ -6,7 +6,7 @@ import torch
 
 from lockstep.data.arrays import dataset_of_arrays
 from lockstep.data.dataset import leaves_of, map_leaves
-from lockstep.errors import DataError
+from lockstep.core.errors import DataError
 
 X, Y = np.ones((4, 3)), np.arange(4)
 

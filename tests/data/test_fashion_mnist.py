@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lockstep.data.fashion_mnist import FILES, MINI, find_in, read_folder, read_mini, read_verified
-from lockstep.errors import DataError
+from lockstep.core.errors import DataError
 
 
 def test_the_mini_set_has_2000_and_500_images_of_bytes():

@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as hnp
 
 from lockstep.data import idx
 from lockstep.data.idx import check_labels, parse_idx, unpack
-from lockstep.errors import DataError
+from lockstep.core.errors import DataError
 
 IMAGES = np.arange(2 * 3 * 4, dtype=np.uint8).reshape(2, 3, 4)
 HEADER = bytes.fromhex("00000803 00000002 00000003 00000004")

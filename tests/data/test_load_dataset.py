@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lockstep.data import DATASETS, Dataset, load_dataset
-from lockstep.errors import ConfigError, DataError
+from lockstep.core.errors import ConfigError, DataError
 
 
 def test_the_mini_set_is_there_without_a_network(monkeypatch, tmp_path):

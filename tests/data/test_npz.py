@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.data.npz import read_npz
-from lockstep.errors import DataError
+from lockstep.core.errors import DataError
 
 GOOD = {
     "X_train": np.arange(3 * 2 * 2, dtype=np.uint8).reshape(3, 1, 2, 2),

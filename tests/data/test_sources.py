@@ -19,7 +19,7 @@ import pytest
 from lockstep.data import sources
 from lockstep.data.fashion_mnist import FILES, read_folder, read_mini
 from lockstep.data.sources import cache_folder, find_or_fetch, from_debian, from_mirror, locate
-from lockstep.errors import DataError
+from lockstep.core.errors import DataError
 
 NAMES = [f"{file.name}.gz" for file in FILES]
 FIRST = NAMES[0]

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load, save
 
-from lockstep.errors import ConfigError, RunError
+from lockstep.core.errors import ConfigError, RunError
 from lockstep.report import runlog
 from lockstep.report.events import EpochDone, RunDone, StepDone
 from lockstep.report.runlog import RunLog, check_folder, new_folder, read_run, to_json, write_whole

@@ -10,9 +10,9 @@ from typing import Any
 
 from lockstep.backends.hardware import cpu, peak_of_process
 from lockstep.backends.protocol import Backend, Capabilities, LossSum, Mark, Ops, Pending, Ready, Recorder, Tensor
-from lockstep.device import MAX_DEVICES, Device, check_devices, choose_devices
-from lockstep.errors import BackendError, ConfigError
-from lockstep.registry import pick
+from lockstep.core.device import MAX_DEVICES, Device, check_devices, choose_devices
+from lockstep.core.errors import BackendError, ConfigError
+from lockstep.core.registry import pick
 
 __all__ = [
     "BACKENDS",
@@ -86,7 +86,7 @@ def backend_of(tensor: Any) -> Backend:
     'numpy'
     >>> backend_of([1.0, 2.0])
     Traceback (most recent call last):
-    lockstep.errors.BackendError: A list is not a tensor of a known framework. There are: torch, paddle, mxnet, ...
+    lockstep.core.errors.BackendError: A list is not a tensor of a known framework. There are: torch, paddle, mxnet, ...
     """
     for parent in type(tensor).__mro__:
         name = parent.__module__.partition(".")[0]

@@ -6,7 +6,7 @@ import re
 import resource
 from pathlib import Path
 
-from lockstep.device import Device, Hardware
+from lockstep.core.device import Device, Hardware
 
 
 def cpu() -> Hardware:

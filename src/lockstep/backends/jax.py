@@ -14,9 +14,9 @@ from jax import lax
 
 from lockstep.backends.hardware import cpu
 from lockstep.backends.protocol import Capabilities, Function, LossSum, Ops, Ready
-from lockstep.device import Device, Hardware
-from lockstep.errors import BackendError
-from lockstep.layout import Array, Layout
+from lockstep.core.device import Device, Hardware
+from lockstep.core.errors import BackendError
+from lockstep.core.layout import Array, Layout
 
 # JAX takes the number of CPU devices before it is first used, and only then. One for each core, unless the user has
 # said how many; logical devices beyond that share them, which changes no bit. If JAX was used before, there is one.

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 
-from lockstep.backends.sessions import environment_variable, one_at_a_time
+from lockstep.backends.process_settings import environment_variable, one_at_a_time
 
 with environment_variable("OMP_NUM_THREADS", "1"):  # the threads of an operation: read at import, and never again
     import mxnet
@@ -17,9 +17,9 @@ from threadpoolctl import threadpool_info
 
 from lockstep.backends.hardware import cpu
 from lockstep.backends.protocol import Capabilities, Function, LossSum, Ops, Ready
-from lockstep.device import Device, Hardware
-from lockstep.errors import BackendError
-from lockstep.layout import Array, Layout
+from lockstep.core.device import Device, Hardware
+from lockstep.core.errors import BackendError
+from lockstep.core.layout import Array, Layout
 
 # Arrays as in numpy, as in the text's programs. Without it an empty array is one of unknown shape, and fails. It is set
 # for a thread: here for the one that loads this file, in `start_worker` for the others.

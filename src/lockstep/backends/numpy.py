@@ -16,10 +16,10 @@ from threadpoolctl import threadpool_limits
 
 from lockstep.backends.hardware import cpu
 from lockstep.backends.protocol import Capabilities, Function, LossSum, Ops, Ready
-from lockstep.backends.sessions import one_at_a_time
-from lockstep.device import Device, Hardware
-from lockstep.errors import BackendError
-from lockstep.layout import Array, Layout
+from lockstep.backends.process_settings import one_at_a_time
+from lockstep.core.device import Device, Hardware
+from lockstep.core.errors import BackendError
+from lockstep.core.layout import Array, Layout
 
 Pull = Callable[[Array], Array]  # gradient of the output -> gradient of one input
 

@@ -10,10 +10,10 @@ from paddle.nn import functional as F
 
 from lockstep.backends.hardware import cpu
 from lockstep.backends.protocol import Capabilities, Function, LossSum, Ops, Ready
-from lockstep.backends.sessions import environment_variable, one_at_a_time
-from lockstep.device import Device, Hardware
-from lockstep.errors import BackendError
-from lockstep.layout import Array, Layout
+from lockstep.backends.process_settings import environment_variable, one_at_a_time
+from lockstep.core.device import Device, Hardware
+from lockstep.core.errors import BackendError
+from lockstep.core.layout import Array, Layout
 
 # Where there are GPUs: no algorithm that is picked by timing, none that adds in the order of arrival.
 _FIXED = {

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from lockstep.device import Device, Hardware
+from lockstep.core.device import Device, Hardware
 
 if TYPE_CHECKING:  # numpy is slow to import, and `lockstep --help` lists the backends
-    from lockstep.layout import Array, Layout
+    from lockstep.core.layout import Array, Layout
 
 Tensor = Any  # the framework's own
 LossSum = Callable[[list[Tensor], Tensor, Tensor], Tensor]  # (params, X, y) -> loss summed over the samples

@@ -14,12 +14,12 @@ from torch.nn import functional as F
 
 from lockstep.backends.hardware import cpu
 from lockstep.backends.protocol import Capabilities, Function, LossSum, Ops, Ready, Recorder
-from lockstep.backends.sessions import one_at_a_time
-from lockstep.backends.torch_cpu import ConvReluPool2d, keep_freed_memory
-from lockstep.backends.torch_filling import Filling
-from lockstep.device import Device, Hardware
-from lockstep.layout import Array, Layout
-from lockstep.trace import span
+from lockstep.backends.process_settings import one_at_a_time
+from lockstep.backends.torch_lenet_cpu import ConvReluPool2d, keep_freed_memory
+from lockstep.backends.torch_gradient import Filling
+from lockstep.core.device import Device, Hardware
+from lockstep.core.layout import Array, Layout
+from lockstep.core.tracing import span
 
 MAX_COMPILED = 1000  # shapes that a function is compiled for
 
@@ -146,7 +146,7 @@ class TorchBackend:
     def recorder(self, devices: list[Device]) -> Recorder | None:
         if devices[0].kind != "cuda" or len(set(devices)) > 1:  # a recording is one GPU's
             return None
-        from lockstep.backends.torch_recorder import TorchRecorder
+        from lockstep.backends.torch_capture import TorchRecorder
 
         return TorchRecorder(place_of(devices[0]))
 

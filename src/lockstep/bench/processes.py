@@ -13,8 +13,8 @@ from dataclasses import asdict
 from typing import IO, Any
 
 from lockstep.bench.work import Work
-from lockstep.device import Device
-from lockstep.errors import RunError
+from lockstep.core.device import Device
+from lockstep.core.errors import RunError
 
 ANSWER_SECONDS = 600.0  # a contender that takes longer hangs, or has too much to do
 END_SECONDS = 10.0

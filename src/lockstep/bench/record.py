@@ -13,8 +13,8 @@ from lockstep.bench.contenders import CONTENDERS, OURS, usual_contenders
 from lockstep.bench.rounds import Say, measure_exchanges, measure_model
 from lockstep.bench.tables import Table
 from lockstep.bench.work import DEFAULT_MODELS, samples_of, work_for
-from lockstep.errors import ConfigError, RunError
-from lockstep.registry import pick
+from lockstep.core.errors import ConfigError, RunError
+from lockstep.core.registry import pick
 from lockstep.report.console import fetch_progress
 from lockstep.report.runlog import to_json, write_whole
 

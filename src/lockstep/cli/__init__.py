@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from lockstep.cli.answers import is_said_elsewhere, leave
+from lockstep.cli.errors import is_said_elsewhere, leave
 from lockstep.cli.bench import bench
 from lockstep.cli.compare import compare
 from lockstep.cli.data import data

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from lockstep.cli import options
-from lockstep.cli.answers import plain_answers
+from lockstep.cli.errors import plain_answers
 
 
 @plain_answers
@@ -49,7 +49,7 @@ def bench(
     from lockstep.bench.record import Asked, save
     from lockstep.bench.record import bench as measure
     from lockstep.bench.work import parse_settings
-    from lockstep.errors import RunError
+    from lockstep.core.errors import RunError
     from lockstep.report.runlog import to_json
 
     asked = Asked(

@@ -7,7 +7,7 @@ import typer
 
 from lockstep.backends import DEFAULT_BACKEND
 from lockstep.cli import options
-from lockstep.cli.answers import plain_answers
+from lockstep.cli.errors import plain_answers
 
 
 @plain_answers
@@ -31,7 +31,7 @@ def compare(
 ) -> None:
     """Train a grid of runs and compare accuracy and time."""
     from lockstep.config import RunConfig
-    from lockstep.grid import make_grid, run_grid, save_grid, sentence, table
+    from lockstep.training.sweep import make_grid, run_grid, save_grid, sentence, table
     from lockstep.report.runlog import new_folder, to_json
 
     base = RunConfig(

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from lockstep.cli import options
-from lockstep.cli.answers import plain_answers
+from lockstep.cli.errors import plain_answers
 
 
 @plain_answers
@@ -22,8 +22,8 @@ def data(
     from lockstep.data import DATASETS, load_dataset
     from lockstep.data.fashion_mnist import MINI
     from lockstep.data.sources import find_or_fetch, locate
-    from lockstep.errors import DataError
-    from lockstep.registry import pick
+    from lockstep.core.errors import DataError
+    from lockstep.core.registry import pick
     from lockstep.report.console import fetch_progress
 
     if name is not None and not name.endswith(".npz"):

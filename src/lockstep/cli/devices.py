@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lockstep.backends import BACKENDS, is_installed, load_backend
-from lockstep.cli.answers import plain_answers
-from lockstep.errors import BackendError
+from lockstep.cli.errors import plain_answers
+from lockstep.core.errors import BackendError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from lockstep.backends import Backend
-    from lockstep.device import Hardware
+    from lockstep.core.device import Hardware
 
 
 @plain_answers

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from lockstep.cli import options
-from lockstep.cli.answers import plain_answers
+from lockstep.cli.errors import plain_answers
 
 Place = Annotated[
     str | None,
@@ -30,7 +30,7 @@ def evaluate(
     json: options.Json = False,
 ) -> None:
     """Evaluate a finished run on its test samples, each counted once."""
-    from lockstep.evaluate import evaluate_run
+    from lockstep.training.evaluate import evaluate_run
     from lockstep.report.console import fetch_progress
     from lockstep.report.runlog import to_json
 

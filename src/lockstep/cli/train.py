@@ -7,7 +7,7 @@ import typer
 
 from lockstep.backends import DEFAULT_BACKEND
 from lockstep.cli import options
-from lockstep.cli.answers import plain_answers
+from lockstep.cli.errors import plain_answers
 
 
 @plain_answers
@@ -108,9 +108,9 @@ def train(
 ) -> None:
     """Train a model and record the run."""
     from lockstep.config import RunConfig
-    from lockstep.launched import says_the_result
+    from lockstep.core.torchrun_env import says_the_result
     from lockstep.report.runlog import new_folder, to_json
-    from lockstep.run import run
+    from lockstep.training.run import run
 
     settings: dict[str, Any] = dict(  # noqa: C408 - as they are called in RunConfig
         model=model,
@@ -159,9 +159,9 @@ def train(
 
 def recorded_settings(context: typer.Context, folder: Path) -> dict[str, Any]:
     """The settings of the run in `folder`, but for what was given now. A file never names code to run."""
-    from lockstep.checkpoint import IDENTITY
-    from lockstep.errors import ConfigError
-    from lockstep.named import is_place
+    from lockstep.training.checkpoint import IDENTITY
+    from lockstep.core.errors import ConfigError
+    from lockstep.core.entry_points import is_place
     from lockstep.report.runlog import read_settings
 
     names = {"lr": "learning_rate", "epochs": "num_epochs", "shards": "num_shards"}

@@ -6,8 +6,8 @@ from lockstep.data.dataset import Dataset
 from lockstep.data.fashion_mnist import read_folder, read_mini
 from lockstep.data.npz import read_npz
 from lockstep.data.sources import Progress, find_or_fetch, no_progress
-from lockstep.errors import DataError
-from lockstep.registry import pick
+from lockstep.core.errors import DataError
+from lockstep.core.registry import pick
 
 __all__ = ["DATASETS", "Dataset", "load_dataset"]
 

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 
 from lockstep.data.dataset import Dataset, Nested, leaves_of
-from lockstep.errors import DataError
-from lockstep.layout import Array
+from lockstep.core.errors import DataError
+from lockstep.core.layout import Array
 
 
 def dataset_of_arrays(data: Any, name: str) -> Dataset:

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.errors import DataError
-from lockstep.layout import Array, sha256_of
+from lockstep.core.errors import DataError
+from lockstep.core.layout import Array, sha256_of
 
 Nested = Any  # an array with samples first, or a tuple, list or dict of such
 

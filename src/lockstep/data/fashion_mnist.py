@@ -8,8 +8,8 @@ from typing import NamedTuple
 from lockstep.data.dataset import Dataset, checked_dataset
 from lockstep.data.idx import check_labels, parse_idx, unpack
 from lockstep.data.npz import read_npz
-from lockstep.errors import DataError
-from lockstep.layout import Array
+from lockstep.core.errors import DataError
+from lockstep.core.layout import Array
 
 MINI = Path(__file__).with_name("fashion-mnist-mini.npz")
 NUM_CLASSES = 10

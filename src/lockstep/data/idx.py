@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from lockstep.errors import DataError
-from lockstep.layout import Array
+from lockstep.core.errors import DataError
+from lockstep.core.layout import Array
 
 UNSIGNED_BYTE = 0x08
 MAX_BYTES = 1 << 31  # no real file of this kind comes near; a forged header could ask for any size

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from lockstep.data.dataset import Dataset, checked_dataset
-from lockstep.errors import DataError
-from lockstep.layout import Array
+from lockstep.core.errors import DataError
+from lockstep.core.layout import Array
 
 NAMES = ("X_train", "y_train", "X_test", "y_test")
 

@@ -5,7 +5,7 @@
 
 import numpy as np
 
-from lockstep.layout import Array
+from lockstep.core.layout import Array
 
 
 def keyed_random(*key: int) -> np.random.RandomState:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lockstep.data.fashion_mnist import FILES, IdxFile, find_in, read_verified
-from lockstep.errors import DataError
+from lockstep.core.errors import DataError
 
 SYSTEM_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 DEBIAN_PACKAGE = "dataset-fashion-mnist"

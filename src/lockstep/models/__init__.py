@@ -8,8 +8,8 @@ __all__ = ["MODELS", "BuiltIn", "CrossEntropySum", "Forward", "Model"]
 # `--model` takes package.file:function of your own too.
 MODELS: dict[str, Model | BuiltIn] = {
     "lenet": LENET,
-    "lenet-bn": BuiltIn("lockstep.modules.lenet_bn:lenet_bn"),
-    "mlp": BuiltIn("lockstep.modules.mlp:mlp"),
-    "resnet18": BuiltIn("lockstep.modules.resnet18:resnet18"),
-    "transformer": BuiltIn("lockstep.modules.transformer:transformer"),
+    "lenet-bn": BuiltIn("lockstep.models.lenet_bn:lenet_bn"),
+    "mlp": BuiltIn("lockstep.models.mlp:mlp"),
+    "resnet18": BuiltIn("lockstep.models.resnet18:resnet18"),
+    "transformer": BuiltIn("lockstep.models.transformer:transformer"),
 }

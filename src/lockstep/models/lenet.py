@@ -4,8 +4,8 @@ import numpy as np
 
 from lockstep.backends import Tensor, backend_of
 from lockstep.data.order import keyed_random
-from lockstep.errors import ConfigError
-from lockstep.layout import Array
+from lockstep.core.errors import ConfigError
+from lockstep.core.layout import Array
 from lockstep.models.model import Model
 
 SHAPES = {

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from lockstep.backends import Tensor, backend_of
 from lockstep.data import Dataset
-from lockstep.errors import ConfigError
-from lockstep.layout import Array
-from lockstep.named import load_named
+from lockstep.core.errors import ConfigError
+from lockstep.core.layout import Array
+from lockstep.core.entry_points import load_named
 
 Forward = Callable[[Tensor, list[Tensor]], Tensor]  # (X, params) -> one row of class scores for each sample
 

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.layout import Array
+from lockstep.core.layout import Array
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
-from lockstep.errors import ConfigError, RunError
-from lockstep.layout import Array
+from lockstep.core.errors import ConfigError, RunError
+from lockstep.core.layout import Array
 from lockstep.report.events import EpochDone, Event, Incident, RunDone, RunStarted, RunStopped, StepDone, Traced
 
 MAX_JSON_BYTES = 1 << 20

@@ -7,8 +7,8 @@ from typing import Any
 
 from lockstep.bench.contenders import CONTENDERS, EXCHANGE, Place
 from lockstep.bench.work import Work
-from lockstep.engines.children import die_with
-from lockstep.errors import LockstepError
+from lockstep.core.child_process import die_with
+from lockstep.core.errors import LockstepError
 
 
 def main() -> int:

@@ -11,11 +11,11 @@ from lockstep.backends import load_backend
 from lockstep.bench.contenders import Place
 from lockstep.bench.contenders.peer import MEETING_SECONDS, join, meet
 from lockstep.bench.work import Work
-from lockstep.device import Device
-from lockstep.engines.group import LOOPBACK, Group, join_store, store_under
-from lockstep.engines.processes import Processes
-from lockstep.engines.wire import Wire
-from lockstep.exchange.nodes import maximal_nodes
+from lockstep.core.device import Device
+from lockstep.runtime.process_group import LOOPBACK, Group, join_store, store_under
+from lockstep.runtime.processes import Processes
+from lockstep.runtime.process_transport import Wire
+from lockstep.schedules.reduction_tree import maximal_nodes
 
 ALL_REDUCE = "all_reduce"
 

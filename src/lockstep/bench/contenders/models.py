@@ -8,7 +8,7 @@ from lockstep.bench.work import Work
 from lockstep.data import Dataset
 from lockstep.models import MODELS, BuiltIn
 from lockstep.models.lenet import init_lenet
-from lockstep.modules.own import made_module
+from lockstep.training.validation import made_module
 
 
 class LeNet(nn.Module):

@@ -9,14 +9,14 @@ import torch
 
 from lockstep.bench.contenders import Place
 from lockstep.bench.work import Work, samples_of
-from lockstep.device import Device
-from lockstep.engines import InProcess
-from lockstep.epochs import Start, Training
-from lockstep.layout import sha256_of
-from lockstep.prepare import prepare
+from lockstep.core.device import Device
+from lockstep.runtime import InProcess
+from lockstep.training.loop import Start, Training
+from lockstep.core.layout import sha256_of
+from lockstep.training.setup import prepare
 from lockstep.report.events import EpochDone, Incident, StepDone
-from lockstep.split.balance import balance_for
-from lockstep.task import Given
+from lockstep.partition.balance import balance_for
+from lockstep.training.task import Given
 
 
 class Ours:

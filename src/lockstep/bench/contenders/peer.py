@@ -18,9 +18,9 @@ from lockstep.bench.contenders import Place
 from lockstep.bench.contenders.feeds import in_memory, loaded
 from lockstep.bench.contenders.models import loss_sum, module_for, set_precision
 from lockstep.bench.work import Work, samples_of
-from lockstep.device import Device
-from lockstep.engines.group import LOOPBACK, join_store, store_under
-from lockstep.split.batch import part_ranges
+from lockstep.core.device import Device
+from lockstep.runtime.process_group import LOOPBACK, join_store, store_under
+from lockstep.partition.batch import part_ranges
 
 MEETING_SECONDS = 600.0
 NUM_WORKERS = 2  # of the loader of each rank, where there is one

@@ -14,7 +14,7 @@ from lockstep.bench.contenders.feeds import Batches, in_memory, loaded
 from lockstep.bench.contenders.models import loss_sum, module_for, set_precision
 from lockstep.bench.work import Work, samples_of
 from lockstep.data import Dataset
-from lockstep.device import Device
+from lockstep.core.device import Device
 
 NUM_WORKERS = 4  # the text's
 

@@ -1,0 +1,101 @@
+"""What a device is called: `cpu:0` is a logical CPU device, `cuda:1` a GPU."""
+
+import operator
+import re
+from typing import NamedTuple
+
+from lockstep.core.errors import DeviceError
+
+MAX_DEVICES = 4096
+
+
+class Device(str):
+    """The name of a device. A plain string to every framework; shown without quotes, as in the text.
+
+    >>> [Device("cpu:0"), Device("cuda")]
+    [cpu:0, cuda:0]
+    >>> Device("cuda:1").number
+    1
+    >>> Device("tpu:1")
+    Traceback (most recent call last):
+    lockstep.core.errors.DeviceError: 'tpu:1' is not the name of a device. Write cpu:0, cpu:1, cuda:0, ...
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, name: str) -> "Device":
+        match = re.fullmatch(r"(cpu|cuda)(?::(\d{1,4}))?", str(name).strip())
+        if match is None:
+            gpu = re.fullmatch(r"gpu(:\d{1,4})?", str(name).strip())
+            hint = f" Did you mean cuda{gpu[1] or ''}?" if gpu else ""
+            raise DeviceError(f"{name!r} is not the name of a device.{hint} Write cpu:0, cpu:1, cuda:0, ...")
+        return super().__new__(cls, f"{match[1]}:{int(match[2] or 0)}")
+
+    @property
+    def kind(self) -> str:
+        """`cpu` or `cuda`."""
+        return self.partition(":")[0]
+
+    @property
+    def number(self) -> int:
+        """The number behind the colon."""
+        return int(self.partition(":")[2])
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+class Hardware(NamedTuple):
+    """One GPU, or all of the CPU, as `lockstep devices` lists it."""
+
+    device: Device  # cuda:1; the first logical device for the CPU
+    name: str  # what the maker calls it
+    num_bytes: int  # memory of the device
+    num_cores: int  # CPU: cores that this process may use; GPU: multiprocessors
+
+
+def choose_devices(wanted: int | str | list[str], gpus: list[Device]) -> list[Device]:
+    """The devices that `wanted` means on a machine with these `gpus`.
+
+    A number means that many GPUs if there are that many, else that many logical CPU devices; a list names
+    them one by one, and the same GPU may be listed twice.
+
+    >>> choose_devices(2, gpus=[])
+    [cpu:0, cpu:1]
+    >>> choose_devices("cuda:0,cuda:0", gpus=[Device("cuda:0")])
+    [cuda:0, cuda:0]
+    """
+    if isinstance(wanted, str):
+        wanted = int(wanted) if re.fullmatch(r"\s*[+-]?\d{1,9}\s*", wanted) else wanted.split(",")
+    if hasattr(wanted, "__index__"):
+        wanted = operator.index(wanted)
+    if not isinstance(wanted, (int, list)):
+        raise DeviceError(f"{wanted!r} is neither a number of devices nor a list like cpu:0,cpu:1.")
+    if isinstance(wanted, int):
+        if not 1 <= wanted <= MAX_DEVICES:
+            raise DeviceError(f"{wanted} devices: give a number from 1 to {MAX_DEVICES}, or a list like cpu:0,cpu:1.")
+        return gpus[:wanted] if len(gpus) >= wanted else [Device(f"cpu:{i}") for i in range(wanted)]
+    devices = [Device(name) for name in wanted]
+    check_devices(devices, gpus)
+    for device in devices:
+        if device.kind == "cpu" and devices.count(device) > 1:
+            raise DeviceError(
+                f"{device} is listed {devices.count(device)} times. Number logical CPU devices apart: "
+                f"{','.join(f'cpu:{i}' for i in range(len(devices)))}."
+            )
+    return devices
+
+
+def check_devices(devices: list[Device], gpus: list[Device]) -> None:
+    """Refuses devices that this machine does not have, and devices of two kinds in one list."""
+    if not devices:
+        raise DeviceError("The list of devices is empty. Give a number, or a list like cpu:0,cpu:1.")
+    if len({device.kind for device in devices}) > 1:
+        raise DeviceError(
+            f"{', '.join(devices)} mixes CPU and GPU: their kernels round differently, so the weights would "
+            f"depend on which device a shard lands on. List devices of one kind."
+        )
+    for device in devices:
+        if device.kind == "cuda" and device not in gpus:
+            has = f"this machine has {', '.join(gpus)}" if gpus else "no GPU is visible on this machine"
+            raise DeviceError(f"There is no {device}: {has}. Use logical CPU devices: cpu:0,cpu:1.")

@@ -1,0 +1,25 @@
+"""Choosing by name from a table, with an error that lists what there is."""
+
+import difflib
+from collections.abc import Mapping
+from typing import TypeVar
+
+from lockstep.core.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def pick(table: Mapping[str, T], name: str, what: str, more: str = "") -> T:
+    """The entry of `table` called `name`; the error lists what there is (and `more`) and the nearest name.
+
+    >>> pick({"ring": 1, "tree": 2}, "tree", "exchange")
+    2
+    >>> pick({"ring": 1, "tree": 2}, "rign", "exchange")
+    Traceback (most recent call last):
+    lockstep.core.errors.ConfigError: There is no exchange called 'rign'. Did you mean 'ring'? There are: ring, tree.
+    """
+    if name in table:
+        return table[name]
+    near = difflib.get_close_matches(name.lower(), table, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"There is no {what} called {name!r}.{hint} There are: {', '.join(sorted(table))}{more}.")

@@ -1,0 +1,117 @@
+"""A tree of plain values and arrays as bytes, and back: safetensors whose header holds the rest as JSON. No pickle.
+
+Checkpoints are such bytes in a file; what processes tell each other is such bytes on the wire.
+"""
+
+import hashlib
+import json
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load, save
+
+from lockstep.core.layout import Array
+
+KEY = "lockstep"  # of the JSON in the header; the only one, so that equal trees give equal bytes
+
+KINDS = {
+    np.dtype(kind) for kind in ["?", "u1", "i1", "<u2", "<i2", "<u4", "<i4", "<u8", "<i8", "<f2", "<f4", "<f8", "<c8"]
+}
+
+
+class NotPlain(TypeError):
+    """A tree holds something that is neither a plain value nor an array."""
+
+
+class Damaged(ValueError):
+    """Bytes that no tree was packed into."""
+
+
+def pack(tree: Any) -> bytes:
+    """Plain values, lists, tuples, dicts and arrays as bytes; arrays are called by their place in the tree.
+
+    >>> unpack(pack({"step": 3, "betas": (0.9, 0.999), 7: np.arange(2)}))
+    {'step': 3, 'betas': (0.9, 0.999), 7: array([0, 1])}
+    """
+    arrays: dict[str, Array] = {}
+    plain = json.dumps(_plain(tree, "", arrays), separators=(",", ":"))
+    header = {"sha256": _sha256(plain, arrays), "tree": plain}
+    return bytes(save(arrays, {KEY: json.dumps(header, separators=(",", ":"))}))
+
+
+def unpack(data: bytes, is_strict: bool = True) -> Any:
+    """The tree that was packed; if it `is_strict`, anything but the very bytes that `pack` gave for it is an error.
+
+    >>> unpack(b"anything else")
+    Traceback (most recent call last):
+    lockstep.core.serialization.Damaged: it is not a safetensors file
+    """
+    try:
+        arrays = load(data)
+    except Exception as problem:  # the library has several kinds of error, and none of them matters
+        raise Damaged("it is not a safetensors file") from problem
+    try:
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        inner = json.loads(header["__metadata__"][KEY])
+        if inner["sha256"] != _sha256(inner["tree"], arrays):
+            raise Damaged("its SHA-256 is not that of what it holds")
+        tree = _tree(json.loads(inner["tree"]), arrays)
+        if is_strict and pack(tree) != data:  # other spaces in the header, say
+            raise ValueError("other bytes stand for the same")
+    except Damaged:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
+        raise Damaged("what it holds was not packed by Lockstep") from problem
+    return tree
+
+
+def _sha256(plain: str, arrays: dict[str, Array]) -> str:
+    """SHA-256 of the JSON, and of every array with its name, kind and shape."""
+    digest = hashlib.sha256(plain.encode())
+    for name in sorted(arrays):
+        array = arrays[name]
+        digest.update(f"\n{name} {array.dtype.str} {array.shape}\n".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+def _plain(value: Any, path: str, arrays: dict[str, Array]) -> Any:
+    """The value as JSON has it, its arrays moved to `arrays`."""
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case np.ndarray():
+            if value.dtype.newbyteorder("<") not in KINDS:
+                raise NotPlain(f"{path or 'it'} is an array of {value.dtype}")
+            name = path or "array"
+            while name in arrays or name == "__metadata__":  # {"a/b": ..., "a": {"b": ...}}
+                name += "'"
+            arrays[name] = np.ascontiguousarray(value, value.dtype.newbyteorder("<")).reshape(value.shape)
+            return {"$array": name}
+        case list():
+            return [_plain(entry, f"{path}/{number}", arrays) for number, entry in enumerate(value)]
+        case tuple():
+            return {"$tuple": [_plain(entry, f"{path}/{number}", arrays) for number, entry in enumerate(value)]}
+        case dict():
+            below = f"{path}/" if path else ""
+            if all(isinstance(key, str) and key[:1] != "$" for key in value):
+                return {key: _plain(entry, f"{below}{key}", arrays) for key, entry in value.items()}
+            if all(isinstance(key, (str, int)) for key in value):
+                return {"$pairs": [[key, _plain(entry, f"{below}{key!r}", arrays)] for key, entry in value.items()]}
+    raise NotPlain(f"{path or 'it'} is a {type(value).__name__}")
+
+
+def _tree(plain: Any, arrays: dict[str, Array]) -> Any:
+    match plain:
+        case {"$array": name, **rest} if not rest:
+            return arrays[name]
+        case {"$tuple": list(entries), **rest} if not rest:
+            return tuple(_tree(entry, arrays) for entry in entries)
+        case {"$pairs": list(pairs), **rest} if not rest:
+            return {key: _tree(entry, arrays) for key, entry in pairs}
+        case dict():
+            return {key: _tree(entry, arrays) for key, entry in plain.items()}
+        case list():
+            return [_tree(entry, arrays) for entry in plain]
+        case _:
+            return plain

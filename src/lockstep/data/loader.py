@@ -1,0 +1,224 @@
+"""Samples that are loaded one by one: a map-style data set, read by worker processes ahead of the step that needs them.
+
+What a worker loads is a shard. The order of samples is the run's, and random numbers that `__getitem__` draws (from
+Python, numpy or PyTorch) are keyed by (seed, epoch, sample): neither the devices nor the workers change a bit.
+"""
+
+import os
+import signal
+import traceback
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset, default_collate
+
+from lockstep.backends.torch import place_of
+from lockstep.data.dataset import leaves_of, map_leaves
+from lockstep.runtime import Batch, Engine
+from lockstep.core.child_process import die_with
+from lockstep.core.errors import DataError, RunError
+from lockstep.core.layout import Array
+from lockstep.replicas.keyed_random import AUGMENTATION, random_numbers_of
+from lockstep.core.entry_points import user_source_line
+from lockstep.data.resident import Split
+from lockstep.partition.ranks import split_over_ranks
+
+PREFETCH = 4  # shards that a worker loads ahead
+
+
+class Wanted(NamedTuple):
+    """A shard to load."""
+
+    epoch: int
+    samples: list[int]
+
+
+class Failed(NamedTuple):
+    """What went wrong with a sample; an exception would lose the user's line on its way between processes."""
+
+    sample: int
+    said: str
+    where: str
+
+
+def check_map_style(data: Any, what: str) -> None:
+    """Refuses what is not a map-style data set of pairs."""
+    if isinstance(data, IterableDataset):
+        raise DataError(
+            f"The {what} data is iterable-style: its samples come in an order of their own and have no number, so they "
+            f"cannot be shuffled by (seed, epoch), given to any device, or found again after a crash. Use a map-style "
+            f"data set, with __len__ and __getitem__."
+        )
+    for method in ("__len__", "__getitem__"):
+        if not hasattr(data, method):
+            raise DataError(
+                f"The {what} data is a {type(data).__name__} without {method}. Give a name, (X, y), ((X, y), (X_test, "
+                f"y_test)), or a data set with __len__ and __getitem__."
+            )
+    if len(data) < 1:
+        raise DataError(f"The {what} data is empty: its length is {len(data)}.")
+
+
+def check_keyed(data: Any, what: str, seed: int) -> None:
+    """Refuses a data set that draws from random numbers of its own: who loads a sample would then change it."""
+    twice = []
+    for _ in range(2):
+        with random_numbers_of(seed, 0, 0, AUGMENTATION):
+            try:
+                twice.append(leaves_of(default_collate([tuple(data[0])])))
+            except Exception:  # said when it is loaded in earnest, with the sample and the line
+                return
+    if not all(torch.equal(one, other) for one, other in zip(*twice, strict=True) if isinstance(one, torch.Tensor)):
+        raise DataError(
+            f"Sample 0 of the {what} data is another each time, with the same random numbers of Python, numpy and "
+            f"PyTorch: it draws from a generator of its own, so the weights would depend on who loads it. Draw from "
+            f"random, numpy.random or torch, which are keyed by (seed, epoch, sample)."
+        )
+
+
+def as_arrays(data: Any) -> Any:
+    """The (X, y) behind a data set that only holds tensors: no need to load them one by one."""
+    if type(data) is not TensorDataset or len(data.tensors) != 2:
+        return None
+    return None if data.tensors[0].dtype == torch.uint8 else data.tensors  # bytes of a data set are not divided by 255
+
+
+class Loader:
+    """Batches of a map-style data set."""
+
+    in_memory = False
+
+    def __init__(self, engine: Engine, data: Any, what: str, seed: int, num_workers: int) -> None:
+        self._engine, self._what = engine, what
+        self.num_samples = len(data)
+        self._shards, self._wanted = Shards(data, seed), WantedShards()
+        self._loader = DataLoader(
+            self._shards,
+            sampler=self._wanted,
+            batch_size=None,  # a shard is one item
+            num_workers=num_workers,
+            prefetch_factor=PREFETCH if num_workers else None,
+            persistent_workers=num_workers > 0,
+            generator=torch.Generator(),  # not the process's own: it draws a seed for the workers
+            pin_memory=False,
+            worker_init_fn=partial(_die_with, os.getpid()),
+        )
+
+    def batches(self, order: Array, batch_size: int, split: Split, epoch: int) -> Iterator[Batch]:
+        numbers = order.tolist()
+        parts = [numbers[first : first + batch_size] for first in range(0, len(numbers), batch_size)]
+        own = [self._own(split(len(part))) for part in parts]
+        self._wanted.shards = [
+            Wanted(epoch, part[shard.start : shard.stop])
+            for part, shards in zip(parts, own, strict=True)
+            for shard in shards
+        ]
+        with warnings.catch_warnings():  # of forking while there are threads: those of the ranks are idle now
+            warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+            try:
+                loaded = iter(self._loader)
+            except RuntimeError as problem:  # a worker is dead already; the others end when nobody knows them any more
+                traceback.clear_frames(problem.__traceback__)
+                raise
+        for part, numbered in zip(parts, own, strict=True):
+            shards = {shard.start: self._next(loaded) for shard in numbered}
+
+            def fetch(
+                rank: int, start: int, stop: int, part: list[int] = part, shards: dict[int, Any] = shards
+            ) -> tuple[Any, Any]:
+                place = place_of(self._engine.devices[rank])
+                if start not in shards:  # it was another process's before shards moved
+                    shards[start] = self._checked(self._shards[Wanted(epoch, part[start:stop])])
+
+                def put(tensor: torch.Tensor) -> torch.Tensor:
+                    kind = torch.float32 if tensor.dtype == torch.float64 else tensor.dtype  # as arrays are taken
+                    return tensor[: stop - start].to(place, kind, copy=True)
+
+                X, y = map_leaves(shards[start], put)
+                return X, y
+
+            yield Batch(len(part), fetch)
+
+    def _own(self, shards: list[range]) -> list[range]:
+        """The shards that ranks of this process get, as a rule."""
+        ranges = split_over_ranks(len(shards), self._engine.num_ranks)
+        return [shards[number] for rank in self._engine.local_ranks for number in ranges[rank]]
+
+    def _next(self, loaded: Iterator[Any]) -> Any:
+        try:
+            shard = next(loaded)
+        except (EOFError, ConnectionError) as problem:  # it ended while it handed something over
+            raise RunError(f"The {self._what} data cannot be loaded: a process that loads it has ended.") from problem
+        return self._checked(shard)
+
+    def _checked(self, shard: Any) -> Any:
+        if isinstance(shard, Failed):
+            at = f" (at {shard.where})" if shard.where else ""
+            raise RunError(f"Sample {shard.sample} of the {self._what} data cannot be loaded: {shard.said}{at}")
+        return shard
+
+    def close(self) -> None:
+        """Ends the worker processes."""
+        iterator = self._loader._iterator
+        self._loader._iterator = None
+        if iterator is not None and hasattr(iterator, "_shutdown_workers"):
+            feeders = [queue._thread for queue in iterator._index_queues]
+            iterator._shutdown_workers()
+            for thread in feeders:
+                if thread is not None:  # it ends by itself, soon
+                    thread.join(timeout=5)
+
+
+def _die_with(parent: int, worker: int) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a scheduler sends it to all: the run ends its loaders itself
+    die_with(parent)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it may go to all processes of the run, which then saves and stops
+
+
+class WantedShards(Sampler[Wanted]):
+    """The shards of an epoch, in the order in which they are needed."""
+
+    def __init__(self) -> None:
+        self.shards: list[Wanted] = []
+
+    def __iter__(self) -> Iterator[Wanted]:
+        return iter(self.shards)
+
+    def __len__(self) -> int:
+        return len(self.shards)
+
+
+class Shards:
+    """A data set of shards: what `DataLoader` sees."""
+
+    def __init__(self, data: Any, seed: int) -> None:
+        self._data, self._seed = data, seed
+
+    def __getitem__(self, wanted: Wanted) -> Any:
+        samples = []
+        for number in wanted.samples:
+            with random_numbers_of(self._seed, wanted.epoch, number, AUGMENTATION):
+                try:
+                    samples.append(self._pair(number))
+                except Exception as problem:
+                    return Failed(number, _sentence(problem), user_source_line(problem))
+        try:
+            return default_collate(samples)
+        except Exception as problem:
+            shapes = sorted({str([tuple(np.shape(leaf)) for leaf in leaves_of(sample)]) for sample in samples})
+            apart = f"shapes {' and '.join(shapes[:2])}" if len(shapes) > 1 else _sentence(problem)
+            return Failed(wanted.samples[0], f"it does not go together with others in a shard: {apart}", "")
+
+    def _pair(self, number: int) -> Any:
+        sample = self._data[number]
+        if not isinstance(sample, (tuple, list)) or len(sample) != 2:
+            raise TypeError(f"it is a {type(sample).__name__}, and must be a pair: what the model gets, and the target")
+        return tuple(sample)
+
+
+def _sentence(problem: BaseException) -> str:
+    return "".join(traceback.format_exception_only(problem)).strip().splitlines()[-1]

@@ -1,0 +1,105 @@
+"""Losses and metrics: one number for each sample. Whoever calls them adds up; nothing is averaged over samples here."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from lockstep.core.errors import ConfigError, RunError
+
+IGNORED = -100  # the label of positions that do not count, in PyTorch
+PerSample = Callable[[Any, Any], Tensor]  # (what the model gave, targets) -> one number for each sample
+
+
+def cross_entropy(scores: Any, y: Tensor) -> Tensor:
+    """Scores are (samples, classes), or (samples, classes, positions, ...) as PyTorch has it; a mean over positions.
+
+    Positions whose label is -100 do not count, as in PyTorch.
+    """
+    scores = first(scores)
+    if scores.ndim > 2 and scores.shape[:-1] == y.shape and scores.shape[2:] != y.shape[1:]:
+        raise RunError(
+            f"The model gives scores of shape {tuple(scores.shape)} for labels of shape {tuple(y.shape)}. Classes come "
+            f"second, as in PyTorch: (samples, classes, positions). Use scores.transpose(1, 2) in the model."
+        )
+    return _over_positions(F.cross_entropy(scores, y, reduction="none"), _counts(y))
+
+
+def mse(predicted: Any, y: Tensor) -> Tensor:
+    """The squared difference, as a mean over the numbers of a sample."""
+    return _over_positions(F.mse_loss(_shaped_like(first(predicted), y), y, reduction="none"))
+
+
+def l1(predicted: Any, y: Tensor) -> Tensor:
+    """The absolute difference, as a mean over the numbers of a sample."""
+    return _over_positions(F.l1_loss(_shaped_like(first(predicted), y), y, reduction="none"))
+
+
+def bce(scores: Any, y: Tensor) -> Tensor:
+    """Cross-entropy of yes and no, from scores before the sigmoid, as a mean over the numbers of a sample."""
+    y = y.float()
+    return _over_positions(F.binary_cross_entropy_with_logits(_shaped_like(first(scores), y), y, reduction="none"))
+
+
+def accuracy(scores: Any, y: Tensor) -> Tensor:
+    """1 where the highest score is that of the label (of the highest soft label), else 0; a mean over positions."""
+    labels = y.argmax(dim=1) if y.is_floating_point() else y
+    return _over_positions((first(scores).argmax(dim=1) == labels).double(), _counts(labels))
+
+
+LOSSES: dict[str, PerSample] = {"cross_entropy": cross_entropy, "mse": mse, "l1": l1, "bce": bce}
+METRICS: dict[str, PerSample] = {"accuracy": accuracy, **LOSSES}
+
+
+def first(output: Any) -> Tensor:
+    """The scores of a model that gives several things: by convention the first of them."""
+    while isinstance(output, (tuple, list)) and output:
+        output = output[0]
+    if not isinstance(output, Tensor):
+        raise ConfigError(
+            f"The model gives a {type(output).__name__}, and a named loss needs a tensor, or a tuple that begins with "
+            f"one. Give a loss of your own: loss=lambda output, y: ..., one number for each sample."
+        )
+    return output
+
+
+def summed(per_sample: PerSample, what: str, output: Any, y: Any, num_samples: int) -> Tensor:
+    """The sum over the samples, once there was found to be one number for each."""
+    values = per_sample(output, y)
+    if not isinstance(values, Tensor) or values.shape != (num_samples,):
+        got = f"a tensor of shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
+        hint = ""
+        if isinstance(values, Tensor) and values.ndim == 0:
+            hint = " It seems to be averaged already: use reduction='none'."
+        elif isinstance(values, Tensor) and values.ndim > 1:
+            hint = " Average over what is not a sample: .flatten(1).mean(1)."
+        raise RunError(
+            f"The {what} gave {got} for {num_samples} samples. It must give one number for each sample.{hint}"
+        )
+    return values.sum() if values.dtype.itemsize >= 4 else values.float().sum()  # low precision is for products
+
+
+def _counts(y: Tensor) -> Tensor | None:
+    """Which positions count; None where all do, or where there is only one."""
+    return None if y.is_floating_point() or y.ndim < 2 else y != IGNORED
+
+
+def _over_positions(values: Tensor, counts: Tensor | None = None) -> Tensor:
+    if values.ndim < 2:
+        return values
+    if counts is None:
+        return values.flatten(1).mean(dim=1)
+    return (values * counts).flatten(1).sum(dim=1) / counts.flatten(1).sum(dim=1).clamp(min=1)
+
+
+def _shaped_like(predicted: Tensor, y: Tensor) -> Tensor:
+    """The prediction in the shape of its target. Other shapes are refused: PyTorch would compare each with each."""
+    if {predicted.shape, y.shape} == {y.shape[:1], (*y.shape[:1], 1)}:  # a column and a vector
+        return predicted.reshape(y.shape)
+    if predicted.shape != y.shape:
+        raise RunError(
+            f"The model gives a shape of {tuple(predicted.shape)} for targets of shape {tuple(y.shape)}. They must be "
+            f"the same: reshape one of them."
+        )
+    return predicted

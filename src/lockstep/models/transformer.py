@@ -1,0 +1,70 @@
+"""A small transformer for sequences of tokens: `--model transformer`."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lockstep.data import Dataset
+from lockstep.core.errors import ConfigError
+
+
+class Block(nn.Module):
+    """Attention to what came before, and two linear layers, each added to what goes in."""
+
+    def __init__(self, width: int, num_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attend = nn.MultiheadAttention(width, num_heads, dropout=dropout, batch_first=True)
+        self.think = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout)
+        )
+
+    def forward(self, X: Tensor, mask: Tensor) -> Tensor:
+        Y = self.norm1(X)
+        X = X + self.attend(Y, Y, Y, attn_mask=mask, need_weights=False)[0]
+        return X + self.think(self.norm2(X))
+
+
+class Transformer(nn.Module):
+    """Scores for the next token at every position, from it and those before it.
+
+    >>> Transformer(num_tokens=30, length=16)(torch.zeros(2, 16, dtype=torch.int64)).shape
+    torch.Size([2, 30, 16])
+    """
+
+    def __init__(
+        self,
+        num_tokens: int,
+        length: int,
+        width: int = 128,
+        num_heads: int = 4,
+        num_blocks: int = 2,
+        dropout: float = 0.1,
+    ) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(num_tokens, width)
+        nn.init.normal_(self.tokens.weight, std=0.02)  # it makes the scores too, which start out near zero
+        self.places = nn.Parameter(0.02 * torch.randn(length, width))
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(Block(width, num_heads, dropout) for _ in range(num_blocks))
+        self.norm = nn.LayerNorm(width)
+        self.register_buffer("mask", torch.ones(length, length).triu(1).bool(), persistent=False)
+
+    def forward(self, X: Tensor) -> Tensor:
+        """(samples, positions) -> (samples, tokens, positions), as `cross_entropy` wants it."""
+        length = X.shape[1]
+        Y = self.dropout(self.tokens(X) + self.places[:length])
+        for block in self.blocks:
+            Y = block(Y, self.mask[:length, :length])
+        return F.linear(self.norm(Y), self.tokens.weight).transpose(1, 2)  # tied with the embedding
+
+
+def transformer(data: Dataset) -> Transformer:
+    """The model for the sequences of a data set: the targets are the next tokens."""
+    shape = data.sample_shape
+    if shape is None or len(shape) != 1 or not data.num_tokens or data.y_train.shape != data.X_train.shape:
+        raise ConfigError(
+            f"transformer takes sequences of whole numbers (tokens), and as targets the next ones: X and y of shape "
+            f"(samples, positions). {data.name} has other data."
+        )
+    return Transformer(max(data.num_tokens, data.num_classes), shape[0])

@@ -1,0 +1,68 @@
+"""Optimizers: PyTorch's own, by name or from a function of the parameters."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.config import RunConfig
+from lockstep.core.errors import ConfigError
+from lockstep.core.entry_points import OWN
+from lockstep.core.registry import pick
+
+MakeOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter], RunConfig], torch.optim.Optimizer]] = {
+    "sgd": lambda params, config: torch.optim.SGD(
+        params, config.learning_rate, momentum=config.momentum, weight_decay=config.weight_decay
+    ),
+    "adam": lambda params, config: torch.optim.Adam(params, config.learning_rate, weight_decay=config.weight_decay),
+    "adamw": lambda params, config: torch.optim.AdamW(params, config.learning_rate, weight_decay=config.weight_decay),
+}
+
+
+def optimizer_maker(config: RunConfig, given: Any) -> MakeOptimizer:
+    """A function of a replica's trainable parameters, by name, that makes its optimizer."""
+    if given is None:
+        named = pick(OPTIMIZERS, config.optimizer, "optimizer", more=OWN)
+        return lambda params: named([param for _, param in params], config)
+    if isinstance(given, torch.optim.Optimizer):
+        kind = type(given).__name__
+        raise ConfigError(
+            f"The optimizer is a {kind} that belongs to your module, and every device has a replica of its own. Give a "
+            f"function that makes one: optimizer=lambda params: torch.optim.{kind}(params, ...)."
+        )
+    if not callable(given):
+        raise ConfigError(f"The optimizer is a {type(given).__name__}. Give a name, or a function of the parameters.")
+
+    def make(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        params = [param for _, param in named]
+        optimizer = given(named if _wants_names(given) else params)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(
+                f"The function for the optimizer gave a {type(optimizer).__name__}. It must give a "
+                f"torch.optim.Optimizer."
+            )
+        ours = {id(param) for param in params}
+        if any(id(param) not in ours for group in optimizer.param_groups for param in group["params"]):
+            raise ConfigError(
+                "The function for the optimizer gives it parameters other than those it got: every device has a "
+                "replica of its own. Use its argument: optimizer=lambda params: torch.optim.SGD(params, ...)."
+            )
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ConfigError(
+                "LBFGS computes the model again within a step, which shards cannot do. Use another optimizer."
+            )
+        return optimizer
+
+    return make
+
+
+def _wants_names(function: Callable[..., Any]) -> bool:
+    """Whether a function's argument is called named_parameters: it gets pairs, as from `module.named_parameters()`."""
+    try:
+        return "named_parameters" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some classes cannot be looked at
+        return False

@@ -1,0 +1,1 @@
+"""One way of splitting the work of a step per file. START HERE."""

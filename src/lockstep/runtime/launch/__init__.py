@@ -1,0 +1,1 @@
+"""Worker processes: started, watched, and replaced when one dies."""

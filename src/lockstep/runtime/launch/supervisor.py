@@ -1,0 +1,221 @@
+"""Starts a worker process for each device, watches over them, and goes on when one of them dies.
+
+The supervisor is the process that the user started. It forks the workers from itself when everything is loaded and
+checked: they start at once, and share what was loaded. It keeps the store in which they find each other, so that any of
+them may die. Whoever is alive belongs to a *generation*; when one dies, the supervisor writes down the next, and the
+others meet again in it.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from lockstep.core.device import Device
+from lockstep.core.child_process import die_with, fork
+from lockstep.runtime.process_group import serve_store
+from lockstep.runtime.launch.worker import NO_MEMORY, POLL_SECONDS, Member, run_worker
+from lockstep.core.errors import Interrupted, RunError
+from lockstep.core.interrupts import SIGNALS, Interrupts
+
+GRACE_SECONDS = 5.0  # for a death to be noticed, once others have lost somebody
+
+
+class Failed(RunError):
+    """A worker's own error, in its words."""
+
+    def __init__(self, sentence: str, exit_status: int = 1, trace: str = "", is_recorded: bool = False) -> None:
+        super().__init__(sentence)
+        self.exit_status, self.trace, self.is_recorded = exit_status, trace, is_recorded
+
+
+class Supervisor:
+    """Runs `work(member)` in a process for each device; `supervise` returns when the first rank has finished."""
+
+    def __init__(
+        self,
+        devices: list[Device],
+        work: Callable[[Member], None],
+        timeout: float,
+        drops_hung: bool,
+        max_restarts: int,
+    ) -> None:
+        self._slots, self._work, self._timeout = devices, work, timeout
+        self._drops_hung, self._restarts_left = drops_hung, max_restarts
+        self._store: Any
+        self._store, self._port, self._listener = serve_store()
+        self._workers: dict[int, tuple[int, int]] = {}  # worker -> (process, slot)
+        self._num_started = 0
+        self._generation = -1
+        self._by_rank: list[int] = []
+        self._lost_at: float | None = None  # when the first of this generation said that it lost somebody
+        self._num_heard = 0
+        self._late: list[int] = []  # ranks of this generation that hang
+        self._dropped: set[int] = set()  # workers that were ended for it
+        self._notes: list[str] = []  # that nobody has heard yet
+        self._num_told = 0  # of them, to the generation that is about to meet
+
+    def supervise(self, quiet: bool = False) -> None:
+        """Starts the workers and sees the run through."""
+        with Interrupts(says=not quiet) as interrupts:
+            try:
+                for slot in range(len(self._slots)):
+                    self._start(slot)
+                self._next_generation([])
+                while not self._watch():
+                    self._forget_what_was_heard()
+                    if interrupts.requested:
+                        self._store.set("stop", "")
+                    time.sleep(POLL_SECONDS)
+            except KeyboardInterrupt:
+                raise Interrupted("interrupted a second time: the workers were ended at once.") from None
+            finally:
+                self._end_all()
+                if sys.stderr.isatty():
+                    sys.stderr.write("\x1b[?25h")  # a bar hides the cursor, and its process may have been killed
+                    sys.stderr.flush()
+
+    def _watch(self) -> bool:
+        """Looks at every worker once; True when the run is done."""
+        gone = []
+        for worker, (process, slot) in list(self._workers.items()):
+            found, status = os.waitpid(process, os.WNOHANG)
+            if found:
+                del self._workers[worker]
+                gone.append((worker, self._by_rank.index(worker), slot, os.waitstatus_to_exitcode(status)))
+        if any(rank == 0 and code == 0 for _, rank, _, code in gone):
+            return True
+        if gone:
+            notes = [self._gone(*one) for one in gone]
+            if not self._workers:
+                raise Failed(f"{'; '.join(notes)}. No worker is left.")
+            self._next_generation(notes)
+        self._listen()
+        return False
+
+    def _gone(self, worker: int, rank: int, slot: int, code: int) -> str:
+        """A worker has ended: the run ends with its own words, or goes on without it; says what happened."""
+        who = f"rank {rank} ({self._slots[slot]})"
+        error = self._error_of(worker)
+        if error is not None and code != NO_MEMORY:
+            raise Failed(error["sentence"], error["exit_status"], error["trace"], is_recorded=rank == 0)
+        if worker in self._dropped:
+            what = f"{who} was dropped"
+        elif error is not None:
+            what = error["sentence"]
+        elif code < 0:
+            what = f"{who} was killed by {name_of_signal(-code)}"
+        else:
+            what = f"{who} ended with exit status {code}"
+        if self._restarts_left and error is None and worker not in self._dropped:
+            self._restarts_left -= 1
+            self._start(slot)
+            what += "; a new worker takes its place"
+        return what
+
+    def _error_of(self, worker: int) -> dict[str, Any] | None:
+        key = f"error/{worker}"
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def _listen(self) -> None:
+        """Hears from workers that lost others: where nobody has died, somebody hangs, or a connection broke."""
+        number = self._generation
+        while self._num_heard < self._store.add(f"lost/{number}", 0):
+            key = f"lost/{number}/{self._num_heard + 1}"
+            if not self._store.check([key]):
+                break  # it is being written
+            self._num_heard += 1
+            said = json.loads(self._store.get(key))
+            self._lost_at = self._lost_at or time.monotonic()
+            if said["late"] and not self._late:
+                self._hang(said["late"], said["said"])
+        if self._lost_at is not None and time.monotonic() > self._lost_at + GRACE_SECONDS and not self._late:
+            if not self._restarts_left:
+                raise Failed("The workers lost each other again and again.")
+            self._restarts_left -= 1
+            self._next_generation(["the workers lost each other, and meet anew"])
+
+    def _hang(self, late: list[int], said: str) -> None:
+        sentence = f"after {self._timeout:g} s in an exchange: {said}"
+        if not self._drops_hung:
+            raise Failed(
+                f"{sentence}. A longer --timeout waits longer, --on-hang drop goes on without those that hang."
+            )
+        if len(late) == len(self._by_rank):
+            raise Failed(f"{sentence}. Nobody is left to go on without them.")
+        self._late = late
+        self._dropped.update(self._by_rank[rank] for rank in late)
+        self._notes.append(sentence)
+        for rank in late:
+            with contextlib.suppress(ProcessLookupError, KeyError):
+                os.kill(self._workers[self._by_rank[rank]][0], signal.SIGKILL)
+
+    def _next_generation(self, notes: list[str]) -> None:
+        self._notes += notes
+        self._num_told = len(self._notes)
+        self._generation += 1
+        self._by_rank = sorted(self._workers, key=lambda worker: self._workers[worker][1])
+        self._lost_at, self._num_heard, self._late = None, 0, []
+        record = {
+            "workers": self._by_rank,
+            "devices": [str(self._slots[self._workers[worker][1]]) for worker in self._by_rank],
+            "notes": self._notes,
+        }
+        self._store.set(f"generation/{self._generation}", json.dumps(record))
+
+    def _forget_what_was_heard(self) -> None:
+        """What happened is told to every generation until one has met, and can say it."""
+        if self._num_told and self._store.check([f"met/{self._generation}"]):
+            del self._notes[: self._num_told]
+            self._num_told = 0
+
+    def _start(self, slot: int) -> None:
+        worker, parent = self._num_started, os.getpid()
+        self._num_started += 1
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with warnings.catch_warnings():  # of forking while there are threads: the store's has nothing to do with us
+            warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+            process = fork()
+        if process == 0:
+            self._become_worker(worker, parent)
+        self._workers[worker] = (process, slot)
+
+    def _become_worker(self, worker: int, parent: int) -> NoReturn:
+        status = 1
+        try:
+            os.close(self._listener)
+            die_with(parent)
+            for number in SIGNALS:  # they may go to all: the supervisor tells who has to know
+                signal.signal(number, signal.SIG_IGN)
+            status = run_worker(worker, self._port, self._timeout, self._work)
+        except BaseException:  # nothing of the parent's must run in the child
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(BaseException):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(status)
+
+    def _end_all(self) -> None:
+        for process, _ in self._workers.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        for process, _ in self._workers.values():
+            os.waitpid(process, 0)
+        self._workers.clear()
+        self._store = None  # which ends its thread and its sockets
+
+
+def name_of_signal(number: int) -> str:
+    """What it is called; most real-time signals have no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,50 @@
+"""`ring`: each rank talks to its right neighbour only, one chunk a round, twice around.
+
+The least traffic a link can have, the choice of most systems, and an order of additions of its own: chunk c is
+added up starting at rank c. So it depends on k, and **does not keep the bits**; it is here to compare with.
+"""
+
+from functools import reduce
+
+from lockstep.schedules.reduction_tree import Node
+from lockstep.schedules.exchanges.collective import Addition, Round, Schedule, Transfer, own_nodes, without_idle_rounds
+
+
+def ring(ranges: list[range]) -> Schedule:
+    """Once around to add up (chunk c ends on rank c-1), once around to hand out."""
+    num_ranks, nodes = len(ranges), own_nodes(ranges)
+    ranks = range(num_ranks)
+
+    local: list[Addition] = []  # round 0: each rank adds its own nodes up, first to last
+    for rank, held in enumerate(nodes):
+        for chunk in ranks if held else ():
+            reduce(lambda left, right: _note(local, Addition(rank, chunk, left, right)), held)
+    own = [Node(held[0].first, sum(n.num_leaves for n in held)) if held else None for held in nodes]
+
+    rounds = [Round(additions=tuple(local))]
+    travelling: list[Node | None] = list(own)  # for chunk c, what is on its way, starting at rank c
+    for step in range(num_ranks - 1):
+        transfers: list[Transfer] = []
+        additions: list[Addition] = []
+        for chunk, node in enumerate(travelling):
+            source, target = (chunk + step) % num_ranks, (chunk + step + 1) % num_ranks
+            if node is None:  # the ranks so far have no shard
+                travelling[chunk] = own[target]
+                continue
+            transfers.append(Transfer(source, target, chunk, node))
+            mine = own[target]
+            if mine is not None:
+                travelling[chunk] = _note(additions, Addition(target, chunk, node, mine))
+        rounds.append(Round(tuple(transfers), tuple(additions)))
+
+    totals = tuple(node for node in travelling if node is not None)
+    rounds += [  # chunk c is complete on rank c-1 and goes around once more
+        Round(tuple(Transfer((c - 1 + step) % num_ranks, (c + step) % num_ranks, c, totals[c]) for c in ranks))
+        for step in range(num_ranks - 1)
+    ]
+    return Schedule(num_ranks, without_idle_rounds(rounds), totals)
+
+
+def _note(additions: list[Addition], addition: Addition) -> Node:
+    additions.append(addition)
+    return addition.node

@@ -1,0 +1,1 @@
+"""A run: set up, trained, evaluated, saved and resumed."""

@@ -1,0 +1,81 @@
+"""What the public functions are given: checked once, and put into the form that a step takes."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lockstep.backends import Backend, Tensor, backend_of_all, places_for
+from lockstep.core.device import Device
+from lockstep.runtime import Batch, InProcess
+from lockstep.core.errors import ConfigError
+from lockstep.core.layout import Layout, sha256_of
+
+
+def backend_of_batch(X: Tensor, y: Tensor) -> Backend:
+    """The framework of samples and labels that go together."""
+    backend = backend_of_all([X, y])
+    if len(X) != len(y):
+        raise ConfigError(f"{len(X)} samples and {len(y)} labels do not go together. Give one label for each sample.")
+    if not len(X):
+        raise ConfigError("The batch is empty. Give it one sample or more.")
+    return backend
+
+
+def as_labels(backend: Backend, y: Tensor) -> Tensor:
+    """`y` as whole numbers of 64 bits, once they were found to be labels: frameworks let through different things."""
+    labels = backend.to_numpy(y)
+    if labels.ndim != 1:
+        raise ConfigError(f"Labels have the shape {labels.shape}. Give one number for each sample: y.reshape(-1).")
+    for wrong in labels[(labels < 0) | (labels != np.floor(labels))][:1]:
+        raise ConfigError(f"A label is {wrong}. Labels are whole numbers from 0 on, one for each class.")
+    return backend.from_numpy(labels.astype(np.int64), backend.device_of(y))
+
+
+def check_replicas(X: Tensor, device_params: list[list[Tensor]], devices: Sequence[str]) -> list[Device]:
+    """The devices, once each was found to have a list of float32 parameters in the framework of `X`."""
+    if len(device_params) != len(devices) or not all(isinstance(params, list) for params in device_params):
+        raise ConfigError(
+            f"The parameters must be one list for each of the {len(devices)} devices: "
+            f"[get_params(params, device) for device in devices]."
+        )
+    backend = backend_of_all([X, *(param for params in device_params for param in params)])
+    for number, param in enumerate(param for params in device_params for param in params):
+        if "float32" not in str(param.dtype):
+            raise ConfigError(
+                f"Parameter {number} holds {param.dtype}. Lockstep trains float32 parameters: convert it."
+            )
+    return places_for(backend, devices)
+
+
+def flat_replicas(engine: InProcess, layout: Layout, device_params: list[list[Tensor]]) -> list[Tensor]:
+    """Every device's parameters as one flat vector, once they were found to be the same on all devices."""
+
+    def flatten(rank: int, device: Device, params: list[Tensor]) -> Tensor:
+        if [tuple(param.shape) for param in params] != list(layout.shapes):
+            raise ConfigError(f"The parameters for device {rank} have other shapes than those for device 0.")
+        return engine.backend.flatten(layout, params, device)
+
+    replicas = engine.each("replicate", flatten, device_params)
+    hashes = engine.each("replicate", lambda rank, device, flat: sha256_of([engine.backend.to_numpy(flat)]), replicas)
+    for rank, found in enumerate(hashes):
+        if found != hashes[0]:
+            raise ConfigError(
+                f"The parameters for device {rank} are not those for device 0, so they would be trained as two models. "
+                f"Copy one set to every device: [get_params(params, device) for device in devices]."
+            )
+    return replicas
+
+
+def layout_of_replica(params: list[Tensor]) -> Layout:
+    """Where each of one device's parameters lies in the flat vector."""
+    return Layout(tuple(f"p{i}" for i in range(len(params))), tuple(tuple(param.shape) for param in params))
+
+
+def batch_of(backend: Backend, X: Tensor, y: Tensor, places: list[Device]) -> Batch:
+    """The whole batch, a shard of which is copied to where it is needed."""
+
+    def fetch(rank: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        X_shard, y_shard = (backend.copy_to(backend.chunk(tensor, start, stop), places[rank]) for tensor in (X, y))
+        return X_shard, y_shard
+
+    return Batch(len(X), fetch)

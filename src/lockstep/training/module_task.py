@@ -1,0 +1,181 @@
+"""A PyTorch module to train: what was given is checked, and put into the form that the loop over epochs takes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.backends.hardware import cpu
+from lockstep.backends.torch import place_of
+from lockstep.config import RunConfig, check_batch
+from lockstep.data import Dataset
+from lockstep.data.arrays import dataset_of_arrays
+from lockstep.core.device import Device
+from lockstep.runtime import Engine
+from lockstep.core.errors import ConfigError
+from lockstep.core.layout import Array
+from lockstep.replicas.module_state import arrays_of, copy_of, load
+from lockstep.data.loader import Loader, as_arrays, check_keyed, check_map_style
+from lockstep.models.losses import LOSSES, METRICS, PerSample
+from lockstep.optim.torch_optimizers import optimizer_maker
+from lockstep.training.validation import check_compilable, check_optimizer, check_smallest_shard, made_module
+from lockstep.replicas.train_spec import ModuleRecipe
+from lockstep.replicas.module import ModuleReplica
+from lockstep.replicas.memory_format import lies_channels_last
+from lockstep.core.entry_points import OWN, is_place, load_named
+from lockstep.optim.lr_schedule import Rates
+from lockstep.core.registry import pick
+from lockstep.data.resident import Feed, Samples
+from lockstep.training.task import Given, Task, num_steps
+
+
+def module_task(config: RunConfig, devices: list[Device], model: Any, data: Any, given: Given) -> Task:
+    """The task of training `model`, a module or a function that makes one, on `data`."""
+    train, test = parts_of(data, config.data)
+    num_train, num_test = length_of(train), 0 if test is None else length_of(test)
+    check_batch(config.batch_size, num_train, config.data)
+    in_memory = Dataset(config.data, *train, *(test or ())) if _in_memory(train, test) else None
+    module = made_module(model, in_memory, config.seed)
+    if config.precision == "tf32" and devices[0].kind != "cuda":
+        raise ConfigError("tf32 is a way of NVIDIA's GPUs to multiply, and the devices are CPUs. Use fp32.")
+    loss = _callable(given.loss, config.loss, LOSSES, "loss")
+    optimizer = given.optimizer
+    if optimizer is None and is_place(config.optimizer):
+        optimizer = load_named(config.optimizer, "optimizer")
+    if given.scheduler is not None and (config.schedule != "constant" or config.warmup):
+        raise ConfigError("There is a scheduler, and a schedule or a warm-up too. Give one of them.")
+    if isinstance(loss, type):
+        raise ConfigError(f"The loss is the class {loss.__name__}. Make one: {loss.__name__}(reduction='none').")
+    if given.metrics is not None and test is None:
+        raise ConfigError("There are metrics and no test samples to measure. Give both parts: data=(training, test).")
+    if given.scheduler is not None and not callable(given.scheduler):
+        raise ConfigError(
+            f"The scheduler is a {type(given.scheduler).__name__}. Every device has an optimizer of its own: give a "
+            f"function that makes one, scheduler=lambda optimizer: ..., or a name as schedule=."
+        )
+    if isinstance(loss, nn.Module) and any(param.requires_grad for param in loss.parameters()):
+        raise ConfigError("The loss has parameters of its own, which nobody would train. Make them part of the model.")
+    recipe = ModuleRecipe(
+        module=module,
+        loss=loss,
+        metrics=metrics_of(given.metrics, loss),
+        optimizer=optimizer_maker(config, optimizer),
+        scheduler=given.scheduler,
+        seed=config.seed,
+        rates=Rates(config.schedule, config.warmup, num_steps(config, num_train)),
+        clip_norm=config.clip_norm,
+        is_sync=config.batch_norm == "sync",
+        precision=config.precision,
+        channels_last=lies_channels_last(module, devices[0], config.precision),
+        compiles=config.compile,
+    )
+    check_smallest_shard(config, module, train, num_train)
+    if config.compile:
+        check_compilable(config, module, train)
+    check_optimizer(recipe)
+    for what, part in (("training", train), ("test", test)):
+        if part is not None and not isinstance(part, tuple):
+            check_keyed(part, what, config.seed)
+
+    def finished(weights: dict[str, Array]) -> nn.Module:
+        trained = copy_of(module, torch.device("cpu"))
+        load(trained, weights)
+        return trained
+
+    return Task(
+        model=config.model if given.model is None and not is_place(config.model) else type(module).__name__,
+        initial=arrays_of(module),
+        parameters=[name for name, _ in module.named_parameters()],
+        replica=lambda device, weights, memory: ModuleReplica(recipe, device, weights, memory),
+        train_set=lambda engine: feed(engine, train, "training", config),
+        test_set=None if test is None else lambda engine: feed(engine, test, "test", config),
+        num_train=num_train,
+        num_test=num_test,
+        data_sha256=None if in_memory is None else in_memory.sha256,
+        piece=-(-config.batch_size // config.num_shards),  # as large as a shard, which fits into memory
+        trained=finished,
+        notes=notes(config, devices, num_train),
+    )
+
+
+def parts_of(data: Any, name: str) -> tuple[Any, Any]:
+    """Training and test data, each a pair of arrays or a map-style data set; there may be no test data."""
+    if isinstance(data, Dataset):
+        return (data.X_train, data.y_train), (data.X_test, data.y_test) if data.num_test else None
+    train, test = data if isinstance(data, (tuple, list)) and len(data) == 2 else (data, None)
+    return _part(train, name, "training"), None if test is None else _part(test, name, "test")
+
+
+def _part(part: Any, name: str, what: str) -> Any:
+    if not isinstance(part, (tuple, list)):
+        check_map_style(part, what)
+    arrays = part if isinstance(part, (tuple, list)) else as_arrays(part)
+    if arrays is None:
+        return part
+    checked = dataset_of_arrays(arrays, name)
+    return checked.X_train, checked.y_train
+
+
+def length_of(part: Any) -> int:
+    """Samples of a part."""
+    if not isinstance(part, tuple):
+        return len(part)
+    return Dataset("", *part).num_train
+
+
+def feed(engine: Engine, part: Any, what: str, config: RunConfig) -> Feed:
+    """Where the batches of a part come from."""
+    if isinstance(part, tuple):
+        X, y = part
+        return Samples(engine, X, y, config.compile)
+    workers = min(4, cpu().num_cores) if config.workers is None else config.workers
+    num_processes = engine.num_ranks // len(engine.local_ranks)
+    return Loader(engine, part, what, config.seed, -(-workers // num_processes))
+
+
+def metrics_of(given: Any, loss: PerSample) -> dict[str, PerSample]:
+    """Metrics by name: those that were asked for, else accuracy where the loss is that of class scores."""
+    if given is None:
+        return {"accuracy": METRICS["accuracy"]} if loss is LOSSES["cross_entropy"] else {}
+    if isinstance(given, str) or callable(given):
+        given = [given]
+    if not isinstance(given, dict):
+        named = [(m if isinstance(m, str) else getattr(m, "__name__", type(m).__name__), m) for m in given]
+        given = dict(named)
+        if len(given) < len(named) or "<lambda>" in given:
+            raise ConfigError("Metrics need names of their own. Give them by name: metrics={'top5': ..., ...}.")
+    if "loss" in given:
+        raise ConfigError("A metric called 'loss' would hide the loss, which is measured anyway. Give it another name.")
+    return {str(name): _callable(None if isinstance(m, str) else m, m, METRICS, "metric") for name, m in given.items()}
+
+
+def notes(config: RunConfig, devices: list[Device], num_train: int) -> tuple[str, ...]:
+    """What the user should know before it starts."""
+    said = []
+    if config.warmup > num_steps(config, num_train):
+        said.append(f"The warm-up of {config.warmup} steps is longer than the run of {num_steps(config, num_train)}.")
+    can_ask = devices[0].kind == "cpu" or config.engine == "inprocess"  # a process that others are forked from cannot
+    if config.precision == "bf16" and can_ask and not _is_made_for_bfloat16(devices[0]):
+        said.append("This device is not made for bfloat16: it will be slower than float32.")
+    return tuple(said)
+
+
+def _is_made_for_bfloat16(device: Device) -> bool:
+    if device.kind == "cuda":
+        return bool(torch.cuda.get_device_capability(place_of(device)) >= (8, 0))
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def _callable(given: Any, name: Any, table: dict[str, Callable[..., Any]], what: str) -> Any:
+    if given is None:
+        return load_named(name, what) if is_place(name) else pick(table, name, what, more=OWN)
+    if isinstance(given, str):
+        return pick(table, given, what)
+    if not callable(given):
+        raise ConfigError(f"The {what} is a {type(given).__name__}. Give a name, or a function of (output, y).")
+    return given
+
+
+def _in_memory(train: Any, test: Any) -> bool:
+    return isinstance(train, tuple) and (test is None or isinstance(test, tuple))

@@ -1,0 +1,34 @@
+"""A child process leaves alone what it inherits."""
+
+import gc
+import os
+
+from lockstep.core.child_process import fork
+
+
+class Joins:
+    """Says so when it is deleted; others wait for a thread then, which a child does not have."""
+
+    def __init__(self, pipe):
+        self.pipe, self.myself = pipe, self  # a cycle, which only the garbage collector can delete
+
+    def __del__(self):
+        os.write(self.pipe, b"deleted")
+
+
+def test_a_child_does_not_delete_what_was_made_before_it():
+    read, write = os.pipe()
+    inherited = Joins(write)
+    child = fork()
+    if child == 0:
+        del inherited
+        gc.collect()
+        os.write(write, b"done")
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read, 100) == b"done"
+    del inherited
+    gc.collect()
+    assert os.read(read, 100) == b"deleted"  # the parent goes on as before
+    os.close(read)
+    os.close(write)

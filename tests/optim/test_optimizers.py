@@ -1,0 +1,46 @@
+"""Rules on a flat vector against PyTorch's optimizers, and clipping."""
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep.optim.optimizers import RULES, Adam, Sgd, clipped
+
+CASES = {
+    "sgd": (Sgd(0.1), lambda p: torch.optim.SGD(p, 0.1)),
+    "momentum": (Sgd(0.1, 0.9, 0.01), lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.01)),
+    "adam": (Adam(0.01), lambda p: torch.optim.Adam(p, 0.01)),
+    "adam with decay": (Adam(0.01, 0.1), lambda p: torch.optim.Adam(p, 0.01, weight_decay=0.1)),
+    "adamw": (Adam(0.01, 0.1, decoupled=True), lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.1)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rules_are_those_of_pytorch(case):
+    rule, make = CASES[case]
+    random = np.random.RandomState(0)
+    start = random.standard_normal(50).astype(np.float32)
+    param = torch.nn.Parameter(torch.from_numpy(start.copy()))
+    optimizer, flat, state = make([param]), start, rule.start(start)
+    for step in range(1, 21):
+        gradient = random.standard_normal(50).astype(np.float32)
+        flat, state = rule(flat, gradient, state, step, factor=0.5)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.5 * (rule.learning_rate)
+        param.grad = torch.from_numpy(gradient)
+        optimizer.step()
+    np.testing.assert_allclose(flat, param.detach().numpy(), rtol=0, atol=1e-6)
+    assert flat.dtype == np.float32
+
+
+def test_every_name_has_a_rule():
+    assert RULES["sgd"](0.1, 0.9, 0.01) == Sgd(0.1, 0.9, 0.01)
+    assert RULES["adam"](0.1, 0.0, 0.01) == Adam(0.1, 0.01)
+    assert RULES["adamw"](0.1, 0.0, 0.01) == Adam(0.1, 0.01, decoupled=True)
+
+
+def test_clipping_shortens_what_is_too_long_only():
+    gradient = np.array([3.0, 4.0], np.float32)
+    assert clipped(gradient, None) is gradient
+    np.testing.assert_allclose(clipped(gradient, 1.0), [0.6, 0.8], rtol=1e-6)
+    np.testing.assert_array_equal(clipped(gradient, 10.0), gradient)

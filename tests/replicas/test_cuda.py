@@ -1,0 +1,102 @@
+"""Modules on a GPU: the same bits on one and on several logical devices, precision, memory."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep
+from lockstep.core.errors import OutOfMemory, RankError
+from lockstep.models.lenet_bn import LeNetBN
+from lockstep.models.resnet18 import ResNet18
+from lockstep.models.transformer import Transformer
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU is visible on this machine"),
+]
+DEVICES = ["cuda:0", "cuda:0,cuda:0", "cuda:0,cuda:0,cuda:0"]
+
+
+class Gru(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.gru = nn.Embedding(30, 16), nn.GRU(16, 24, batch_first=True)
+        self.drop, self.out = nn.Dropout(0.2), nn.Linear(24, 5)
+
+    def forward(self, X):
+        return self.out(self.drop(self.gru(self.embed(X))[0][:, -1]))
+
+
+def images(num_samples):
+    torch.manual_seed(7)
+    return torch.rand(num_samples, 1, 28, 28), torch.randint(10, (num_samples,))
+
+
+def tokens(num_samples, next_ones):
+    torch.manual_seed(8)
+    X = torch.randint(30, (num_samples, 12))
+    return X, X.roll(-1, 1) if next_ones else torch.randint(5, (num_samples,))
+
+
+CASES = {
+    "lenet-bn": (LeNetBN, images(197)),
+    "resnet18": (lambda: ResNet18(in_channels=1), images(197)),
+    "transformer": (lambda: Transformer(30, 12, dropout=0.2), tokens(197, True)),
+    "gru": (Gru, tokens(197, False)),
+}
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"precision": "bf16"}, {"batch_norm": "sync"}, {"optimizer": "adamw"}], ids=str
+)
+@pytest.mark.parametrize("case", CASES)
+def test_logical_devices_of_one_gpu_give_the_same_bits(case, settings):
+    make, data = CASES[case]
+    if "batch_norm" in settings and case in ("transformer", "gru"):
+        pytest.skip("it has no batch norm")
+    torch.manual_seed(1)
+    module = make()
+    rate = {"lr": 1e-3} if "optimizer" in settings else {"lr": 0.02, "momentum": 0.9}
+    results = [
+        lockstep.train(
+            model=module, data=(data, data), devices=devices, batch_size=64, epochs=2, quiet=True, **rate, **settings
+        )
+        for devices in DEVICES
+    ]
+    assert len({result.weights_sha256 for result in results}) == 1
+    assert len({result.buffers_sha256 for result in results}) == 1
+    assert len({str(result.metrics) for result in results}) == 1
+    assert results[0].peak_memory["cuda:0"] > 1e6
+
+
+def test_what_does_not_fit_says_what_would():
+    X, y = images(2048)
+
+    def train(shards):
+        settings = {"devices": "cuda:0", "batch_size": 2048, "epochs": 1, "quiet": True}
+        return lockstep.train(model=ResNet18(in_channels=1), data=(X, y), shards=shards, **settings)
+
+    gc.collect()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(0) + 1.2e9) / total)
+    try:
+        with pytest.raises(OutOfMemory) as refused:
+            train(2)
+        said = str(refused.value)
+        assert said.startswith("rank 0 (cuda:0), during forward and backward: a shard of 1024 samples does not fit")
+        fits = int(said.partition("--shards ")[2].split()[0])
+        assert fits > 2
+        assert train(fits).steps == 1
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_dropout_between_the_layers_of_a_cudnn_layer_is_refused_in_a_sentence():
+    X, y = tokens(32, False)
+    model = Gru()
+    model.gru = nn.GRU(16, 24, num_layers=2, dropout=0.3, batch_first=True)
+    with pytest.raises(RankError, match="draws its dropout from random numbers of its own"):
+        lockstep.train(model=model, data=(X, y), devices="cuda:0", batch_size=16, epochs=1, quiet=True)

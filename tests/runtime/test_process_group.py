@@ -1,0 +1,75 @@
+"""A rank's connections: what the others notice when it leaves."""
+
+import os
+import time
+
+import pytest
+
+from lockstep.core.device import Device
+from lockstep.core.child_process import fork
+from lockstep.runtime.process_group import LOOPBACK, Group, join_store, serve_store
+from lockstep.core.errors import PeersLost
+
+TWO = [Device("cpu:0"), Device("cpu:1")]
+
+
+@pytest.mark.parametrize("how", ["closed", "after an error"])
+def test_a_rank_that_closes_its_connections_is_noticed_at_once_though_it_lives_on(how):
+    """Also while somebody holds the group, and the exception with all its frames."""
+    store, port, _ = serve_store()
+    child = fork()
+    if child == 0:
+        try:
+            timeout = 1.0 if how == "after an error" else 60.0
+            group = Group(join_store(LOOPBACK, port, 30.0), 1, TWO, LOOPBACK, timeout)
+            group.gather(b"here")
+            kept = None
+            if how == "closed":
+                group.close()
+            else:
+                try:
+                    group.gather(b"nobody answers this")
+                except PeersLost as lost:
+                    kept = lost
+            store_of_child = join_store(LOOPBACK, port, 30.0)
+            store_of_child.get("over")
+            assert group is not None
+            assert (kept is not None and kept.is_late) == (how == "after an error")
+        finally:
+            os._exit(0)
+    try:
+        group = Group(join_store(LOOPBACK, port, 30.0), 0, TWO, LOOPBACK, 60.0)
+        assert group.gather(b"first") == [b"first", b"here"]
+        if how == "after an error":
+            time.sleep(2.5)
+        began = time.monotonic()
+        with pytest.raises(PeersLost) as lost:  # what was sent before it left may still arrive
+            [group.gather(message) for message in (b"second", b"third")]
+        assert time.monotonic() - began < 20
+        assert not lost.value.is_late
+        with pytest.raises(PeersLost, match="are closed"):
+            group.gather(b"fourth")
+    finally:
+        store.set("over", "")
+        os.waitpid(child, 0)
+
+
+def test_long_messages_and_short_ones_arrive_whole():
+    store, port, _ = serve_store()
+    messages = [b"", b"x", bytes(range(256)) * 100, b"y" * 4088, b"z" * 4089]
+    child = fork()
+    if child == 0:
+        try:
+            group = Group(join_store(LOOPBACK, port, 30.0), 1, TWO, LOOPBACK, 30.0)
+            for message in messages:
+                group.gather(message)
+            group.share(1, b"from one")
+        finally:
+            os._exit(0)
+    group = Group(join_store(LOOPBACK, port, 30.0), 0, TWO, LOOPBACK, 30.0)
+    for message in messages:
+        assert group.gather(b"mine") == [b"mine", message]
+    assert group.share(1, b"") == b"from one"
+    os.waitpid(child, 0)
+    group.close()
+    del store

@@ -1,0 +1,54 @@
+"""`--compile`: the model as code of its own, with bits of its own, the same for every number of devices."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+from torch import nn
+
+import lockstep
+from lockstep.core.errors import ConfigError
+
+HOW = {"data": "fashion-mnist-mini", "num_epochs": 1, "lr": 0.2, "quiet": True, "compile": True}
+
+
+PROGRAM = """
+import json
+import lockstep
+
+how = {"data": "fashion-mnist-mini", "num_epochs": 1, "lr": 0.2, "quiet": True}
+results = [lockstep.train(**how, devices=k, compile=compiles) for k, compiles in ((1, True), (2, True), (1, False))]
+print(json.dumps([[result.weights_sha256, result.first_loss, result.seconds_per_epoch] for result in results]))
+"""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for a CPU needs g++")
+def test_every_number_of_devices_gives_the_same_weights():
+    """In a process of its own: a compiler leaves threads behind."""
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    one, two, plain = json.loads(done.stdout)
+    assert one[:2] == two[:2]
+    assert one[1] == pytest.approx(plain[1], rel=1e-5)
+    assert two[2] < 60  # the seconds of an epoch are without those in which it was compiled
+
+
+def test_what_cannot_be_compiled_is_refused_before_anything_starts():
+    dropout = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(784, 10))
+    with pytest.raises(ConfigError, match=r"The model draws random numbers \(dropout\?\)"):
+        lockstep.train(**HOW, model=dropout)
+    with pytest.raises(ConfigError, match="cannot wait for statistics of the whole batch"):
+        lockstep.train(**HOW, model=nn.Sequential(nn.Flatten(), nn.Linear(784, 10)), batch_norm="sync")
+    with pytest.raises(ConfigError, match="numpy does not compile a model"):
+        lockstep.train(**HOW, backend="numpy")
+
+
+def test_tf32_is_for_gpus():
+    with pytest.raises(ConfigError, match="tf32 is a way of NVIDIA's GPUs"):
+        lockstep.train(
+            data="fashion-mnist-mini",
+            model=nn.Sequential(nn.Flatten(), nn.Linear(784, 10)),
+            precision="tf32",
+            devices=1,
+        )

@@ -1,0 +1,172 @@
+"""Replicas that are not equal any more: found by hash, named, and restored from the others if that is asked."""
+
+import os
+import re
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep
+from lockstep.core.errors import LockstepError
+from lockstep.replicas.module_state import checksum
+
+HOW = {"batch_size": 10, "shards": 5, "epochs": 3, "quiet": True}
+
+
+@pytest.fixture
+def vectors():
+    generator = torch.Generator().manual_seed(0)
+    return torch.rand(40, 6, generator=generator), torch.randint(3, (40,), generator=generator)
+
+
+def model():
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def failing_device(place, in_step=5, flips=1):
+    """An optimizer under which a bit of the last layer flips in one step, on the first devices to get there."""
+
+    class Flips(torch.optim.SGD):
+        def __init__(self, params):
+            super().__init__(params, lr=0.1, momentum=0.9)
+            self.num_steps = 0
+
+        def step(self):
+            super().step()
+            self.num_steps += 1
+            if self.num_steps == in_step:
+                for number in range(flips):
+                    try:
+                        os.close(os.open(place / f"flipped-{number}", os.O_CREAT | os.O_EXCL))
+                    except FileExistsError:
+                        continue
+                    weight = self.param_groups[0]["params"][-2]
+                    weight.data.view(torch.int32)[0, number] ^= 1
+                    return
+
+    return Flips
+
+
+@pytest.mark.parametrize("engine", ["inprocess", "processes"])
+def test_a_replica_that_differs_is_named_with_the_first_parameter(vectors, tmp_path, engine):
+    with pytest.raises(LockstepError) as found:
+        lockstep.train(
+            model=model(),
+            data=vectors,
+            devices=3,
+            engine=engine,
+            optimizer=failing_device(tmp_path),
+            check_every=2,
+            **HOW,
+        )
+    assert re.match(
+        r"step 6: a replica is not equal to the others any more: rank (\d) \(cpu:\1\), first in 3\.weight\. Look for",
+        str(found.value),
+    )
+    assert found.value.exit_status == 1
+
+
+@pytest.mark.parametrize("engine", ["inprocess", "processes"])
+def test_healing_goes_back_to_where_all_were_equal(vectors, tmp_path, engine, capfd):
+    torch.manual_seed(0)
+    module = model()
+    healthy = lockstep.train(
+        model=module,
+        data=vectors,
+        devices=1,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+        **HOW,
+    )
+    settings = {**HOW, "quiet": False}
+    result = lockstep.train(
+        model=module,
+        data=vectors,
+        devices=3,
+        engine=engine,
+        optimizer=failing_device(tmp_path),
+        check_every=3,
+        checkpoint_every=0,
+        heal=True,
+        out=tmp_path / "run",
+        **settings,
+    )
+    assert (tmp_path / "flipped-0").exists()
+    assert (result.weights_sha256, result.buffers_sha256) == (healthy.weights_sha256, healthy.buffers_sha256)
+    said = capfd.readouterr().err
+    assert re.search(r"step 6: a replica is not equal to the others any more: rank \d \(cpu:\d\), first in 3", said)
+    assert "Going back to step 3, where all were equal" in said
+    assert '"event": "healed"' in (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+def test_two_replicas_cannot_say_who_is_right_but_can_go_back(vectors, tmp_path):
+    with pytest.raises(LockstepError, match=r"step 5: the replicas are not equal any more: rank 1 \(cpu:1\), first in"):
+        lockstep.train(model=model(), data=vectors, devices=2, optimizer=failing_device(tmp_path), check_every=1, **HOW)
+    module = model()
+    (tmp_path / "again").mkdir()
+    flips = failing_device(tmp_path / "again")
+    healed = lockstep.train(model=module, data=vectors, devices=2, optimizer=flips, check_every=4, heal=True, **HOW)
+    healthy = lockstep.train(model=module, data=vectors, devices=2, optimizer=flips, **HOW)  # it flips once only
+    assert (tmp_path / "again" / "flipped-0").exists()
+    assert healed.weights_sha256 == healthy.weights_sha256
+
+
+def test_what_fails_again_and_again_is_not_healed_for_ever(vectors):
+    class Fails(torch.optim.SGD):
+        def __init__(self, params):
+            super().__init__(params, lr=0.1)
+
+        def step(self):
+            super().step()
+            if threading.current_thread().name.endswith("rank-1"):
+                self.param_groups[0]["params"][0].data.view(torch.int32)[0, 0] ^= 1
+
+    with pytest.raises(LockstepError, match="this has been healed 10 times"):
+        lockstep.train(model=model(), data=vectors, devices=3, optimizer=Fails, check_every=1, heal=True, **HOW)
+
+
+def test_most_of_them_decide(vectors, tmp_path):
+    """Of four, two differ, each in its own way: the other two are not more than half."""
+    with pytest.raises(LockstepError, match="the replicas are not equal any more"):
+        lockstep.train(
+            model=model(), data=vectors, devices=4, optimizer=failing_device(tmp_path, flips=2), check_every=1, **HOW
+        )
+
+
+def test_a_replica_that_has_drifted_is_never_saved(vectors, tmp_path):
+    """Also where comparing was not asked for: the last checkpoint is one of equal replicas."""
+    with pytest.raises(LockstepError, match="step 6"):
+        lockstep.train(
+            model=model(),
+            data=vectors,
+            devices=3,
+            optimizer=failing_device(tmp_path),
+            check_every=0,
+            checkpoint_every=2,
+            out=tmp_path / "run",
+            **HOW,
+        )
+    assert sorted(os.listdir(tmp_path / "run" / "checkpoints"))[-1] == "step-000004.safetensors"
+
+
+def test_without_comparing_nothing_is_said(vectors, tmp_path):
+    lockstep.train(
+        model=model(), data=vectors, devices=3, optimizer=failing_device(tmp_path), check_every=0, **HOW
+    )  # fmt: skip
+    assert (tmp_path / "flipped-0").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.uint8])
+def test_a_checksum_sees_every_bit(dtype):
+    tensor = torch.rand(7, 3).mul(5).to(dtype)
+    assert checksum(tensor) == checksum(tensor.clone())
+    octets = tensor.view(torch.uint8)
+    for place in range(octets.numel()):
+        for bit in (1, 128):
+            octets.view(-1)[place] ^= bit
+            changed = checksum(tensor)
+            octets.view(-1)[place] ^= bit
+            assert changed != checksum(tensor)
+    assert checksum(tensor[::2]) == checksum(tensor[::2].clone())
+    assert checksum(torch.zeros(())) == 0

@@ -1,0 +1,349 @@
+"""A run whose processes torchrun started: the same bits, one result, and one sentence when something is wrong."""
+
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+import lockstep as package
+from lockstep.config import RunConfig
+from lockstep.core.errors import ConfigError, PeersLost
+from lockstep.core.torchrun_env import Place, place_of_this_process, says_the_result
+
+pytest.importorskip("torch", reason="torchrun belongs to PyTorch, which is not installed.")
+
+LIMIT = 120  # seconds; a shared machine may stop for a moment at any time
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+FILE = """
+import os
+import signal
+
+import torch
+from torch import nn
+
+RANK, START = os.environ.get("RANK"), os.environ.get("TORCHELASTIC_RESTART_COUNT")
+
+class Net(nn.Linear):
+    calls = 0
+
+    def forward(self, X):
+        Net.calls += self.training
+        if Net.calls > 20 and os.environ.get("FAILS", "none") == RANK:
+            raise ValueError("this rank cannot")
+        if Net.calls > 20 and START == "0" and os.environ.get("KILLS", "none") == RANK:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(X)
+
+def make_model():
+    return Net(6, 3)
+
+def make_data():
+    generator = torch.Generator().manual_seed(0)
+    X, y = torch.rand(90, 6, generator=generator), torch.randint(3, (90,), generator=generator)
+    return (X[:64], y[:64]), (X[64:], y[64:])
+"""
+MINE = ("--model", "own_file:make_model", "--data", "own_file:make_data", "--batch-size", 8, "--epochs", 4)
+
+SCRIPT = """
+import json
+import os
+
+import lockstep
+from own_file import make_data, make_model
+
+if __name__ == "__main__":
+    rank = os.environ.get("RANK")
+    data = make_data()
+    if os.environ.get("OTHER_DATA", "none") == rank:
+        data[0][0][:] += 1
+    result = lockstep.train(model=make_model, data=data, batch_size=8, epochs=2, shards=6, quiet=True)
+    weights = {name: array.tolist() for name, array in result.params.items()}
+    module = {name: tensor.tolist() for name, tensor in result.module.state_dict().items()}
+    said = [result.weights_sha256, result.metrics, result.steps, [done.train_loss for done in result.history]]
+    with open(f"result-{rank}.json", "w") as file:
+        json.dump([weights, module, said], file)
+"""
+
+
+def started_with(mark):
+    """The processes, by id, that have `mark` in their environment: whatever was started, also if its parent is gone."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (place / "environ").read_bytes():
+                found.append(int(place.name))
+        except OSError:  # it has ended
+            pass
+    return found
+
+
+@pytest.fixture
+def torchrun(tmp_path, monkeypatch):
+    """Runs `torchrun OPTIONS ...` in an empty folder with a file of the user's own; nothing may be left of it."""
+    (tmp_path / "own_file.py").write_text(FILE)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    mark = f"LOCKSTEP_TEST={uuid.uuid4()}"
+    paths = [str(Path(package.__file__).parents[1]), str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    environment[mark.partition("=")[0]] = mark.partition("=")[2]
+
+    def run(num_ranks, *arguments, options=(), **more):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks]
+        done = subprocess.run(
+            [str(part) for part in [*command, *options, *arguments]],
+            env={**environment, **more},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+            check=False,
+        )
+        assert started_with(mark) == []
+        return done
+
+    yield run
+    for process in started_with(mark):
+        os.kill(process, signal.SIGKILL)
+
+
+def sentences(err):
+    """What lockstep itself said last."""
+    return [line for line in err.splitlines() if line.startswith("lockstep: ")]
+
+
+@pytest.fixture
+def own(lockstep, tmp_path, monkeypatch):
+    """The hash of the own model, trained in this process."""
+    (tmp_path / "own_file.py").write_text(FILE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_file", raising=False)
+    answer = lockstep("train", *MINE, "--devices", 2, "--out", "reference", "--json")
+    assert answer.status == 0, answer.err
+    monkeypatch.delitem(sys.modules, "own_file")
+    return answer.json["weights_sha256"]
+
+
+# ---------------------------------------------------------------------------------------------------- the same bits
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_the_hash_is_that_of_one_process_and_one_rank_prints_it(torchrun, lockstep, few, tmp_path, num_ranks):
+    arguments = ("train", "--data", few, "--batch-size", 8, "--epochs", 2, "--json")
+    expected = lockstep(*arguments, "--devices", 1, "--out", "reference")
+    done = torchrun(num_ranks, "-m", "lockstep", *arguments)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert done.stdout.count("\n") == 1
+    assert result["weights_sha256"] == expected.json["weights_sha256"]
+    assert result["devices"] == [f"cpu:{rank}" for rank in range(num_ranks)]
+    assert result["steps"] == 6
+    assert sorted(result["peak_memory"]) == (result["devices"] if num_ranks > 1 else ["cpu"])
+    assert done.stderr.count("epoch 2/2") == 1
+    assert sentences(done.stderr) == []
+    (run,) = (tmp_path / "runs").iterdir()
+    assert json.loads((run / "result.json").read_text()) == result
+    kinds = [json.loads(line)["event"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert kinds == ["started", "epoch", "epoch", "done"]
+
+
+def test_a_script_of_the_users_own_gets_the_same_result_on_every_rank(torchrun, tmp_path, monkeypatch):
+    """Six shards on two ranks: also what belongs to no rank alone, like metrics and losses, is the same."""
+    done = torchrun(2, "script.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == done.stderr == ""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_file", raising=False)
+    runpy.run_path(str(tmp_path / "script.py"), run_name="__main__")
+    monkeypatch.delitem(sys.modules, "own_file")
+    results = [json.loads((tmp_path / f"result-{rank}.json").read_text()) for rank in ("None", "0", "1")]
+    assert results[0] == results[1]
+    assert results[0] == results[2]
+
+
+# ------------------------------------------------------------------------------------------------ what can go wrong
+
+
+def test_an_error_in_the_users_model_on_one_rank_is_shown_once(torchrun, tmp_path):
+    done = torchrun(2, "-m", "lockstep", "train", *MINE, "--out", "run", FAILS="1")
+    assert done.returncode != 0
+    assert done.stdout == ""
+    (said,) = sentences(done.stderr)
+    assert said.startswith("lockstep: rank 1 (cpu:1), during forward and backward: ValueError: this rank cannot (at ")
+    line = FILE.splitlines().index('            raise ValueError("this rank cannot")') + 1
+    assert f"own_file.py:{line})" in said
+    lines = done.stderr.splitlines()
+    assert lines.count("ValueError: this rank cannot") == 1
+    assert done.stderr.count(f'File "{tmp_path}/own_file.py", line {line}, in forward') == 1
+    assert f"{os.sep}lockstep{os.sep}engines" not in done.stderr, "only the user's own part of the traceback"
+
+
+def test_a_run_that_torchrun_restarts_goes_on_after_its_last_checkpoint(torchrun, own, tmp_path):
+    """Rank 0 is killed, which writes the checkpoints; torchrun then starts all of them anew."""
+    done = torchrun(
+        2,
+        *("-m", "lockstep", "train", *MINE, "--out", "run", "--checkpoint-every", 2, "--json"),
+        options=("--max-restarts", 2),
+        KILLS="0",
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["weights_sha256"] == own
+    events = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    started = [event for event in events if event["event"] in ("started", "resumed")]
+    assert [event["event"] for event in started] == ["started", "resumed"]
+    assert started[1]["step"] == 4, "the sixth step was under way when it was killed"
+    assert done.stderr.count("going on after step 4") == 1
+    assert [event["epoch"] for event in events if event["event"] == "epoch"][-1] == 4
+    assert events[-1]["event"] == "done"
+    assert 'lockstep/torchrun.py", line' not in done.stderr
+
+
+WRONG = {
+    "--devices 3": "torchrun has started 2 processes, 2 of them on this machine, and --devices is 3. Leave it out",
+    "--lr 0": "The learning rate 0.0 does not train.",
+    "--lrate 1": "No such option: --lrate",
+    "--out full": "full is not empty",  # only the rank that writes there finds out
+}
+
+
+@pytest.mark.parametrize("arguments", WRONG)
+def test_what_cannot_be_is_said_by_one_rank_and_ends_all_of_them(torchrun, few, tmp_path, arguments):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    done = torchrun(2, "-m", "lockstep", "train", "--data", few, "--batch-size", 8, *arguments.split())
+    assert done.returncode != 0
+    assert done.stdout == ""
+    (said,) = sentences(done.stderr)
+    assert WRONG[arguments] in said
+    assert "exitcode  : 2 " in done.stderr
+    assert "forcefully exiting" not in done.stderr, "no rank waits for one that is gone"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_ranks_that_have_other_data_than_the_others_are_refused(torchrun, tmp_path):
+    """On several machines, files of one name may differ: the hash would be that of no run, and nobody would know."""
+    done = torchrun(2, "script.py", OTHER_DATA="1")
+    assert done.returncode != 0, "it trained each shard on the data of its rank"
+    assert "ConfigError: " in done.stderr
+    assert "data" in done.stderr
+    assert not list(tmp_path.glob("result-*.json"))
+
+
+# --------------------------------------------------------------------------------------- what torchrun's variables say
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """Sets what torchrun sets; without arguments, nothing of it is there."""
+
+    def set_to(**values):
+        for name in {*os.environ}:
+            if name in NAMES or name.startswith("TORCHELASTIC_"):
+                monkeypatch.delenv(name)
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+
+    set_to()
+    return set_to
+
+
+THIRD_OF_FOUR = {
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_RUN_ID": "abc",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "RANK": "2",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29400",
+}
+
+
+def test_a_process_that_torchrun_did_not_start_has_no_place(environment):
+    assert place_of_this_process() is None
+    assert says_the_result()
+
+
+@pytest.mark.parametrize("missing", ["TORCHELASTIC_USE_AGENT_STORE", "RANK"])
+def test_other_launchers_variables_do_not_make_a_torchrun(environment, missing):
+    environment(**{name: value for name, value in THIRD_OF_FOUR.items() if name != missing})
+    assert place_of_this_process() is None
+    assert says_the_result()
+
+
+def test_a_place_is_read_from_the_environment(environment):
+    environment(**THIRD_OF_FOUR)
+    place = place_of_this_process()
+    assert place is not None
+    assert (place.rank, place.size, place.local_rank, place.local_size) == (2, 4, 0, 2)
+    assert (place.host, place.port) == ("10.0.0.1", 29400)
+    assert not place.is_restarted
+
+
+def test_only_rank_0_says_the_result(environment):
+    environment(**THIRD_OF_FOUR)
+    assert not says_the_result()
+    environment(**{**THIRD_OF_FOUR, "RANK": "0"})
+    assert says_the_result()
+
+
+def test_one_start_of_all_processes_is_told_from_the_next(environment):
+    """They meet in a store that outlives them: what the last ones left there must not be taken for their own."""
+    attempts = set()
+    for changes in ({}, {"TORCHELASTIC_RESTART_COUNT": "1"}, {"TORCHELASTIC_RUN_ID": "abd"}, {"WORLD_SIZE": "3"}):
+        environment(**{**THIRD_OF_FOUR, **changes})
+        place = place_of_this_process()
+        assert place is not None
+        assert place.is_restarted == ("TORCHELASTIC_RESTART_COUNT" in changes)
+        attempts.add(place.attempt)
+    assert len(attempts) == 4
+
+
+# ------------------------------------------------------------------------------------------- the devices of all ranks
+
+
+@pytest.fixture
+def store():
+    """A store with nothing in it."""
+    from lockstep.runtime.process_group import join_store, serve_store
+
+    kept, port, _ = serve_store()
+    yield join_store("127.0.0.1", port, 1.0)
+    del kept
+
+
+def place_of_rank(rank, size, local_rank, local_size):
+    return Place(rank, size, local_rank, local_size, "127.0.0.1", 1, "abc", False)
+
+
+@pytest.mark.parametrize("devices", [None, 4, "4", "cpu:0,cpu:1"])
+def test_every_rank_takes_the_device_of_its_place_on_its_machine(store, devices):
+    from lockstep.training.torchrun import devices_of_all
+
+    for rank in (0, 1, 2):
+        store.set(f"device/{rank}", f"cpu:{rank % 2}")
+    config = RunConfig(devices=devices, timeout=1)
+    assert devices_of_all(config, place_of_rank(3, 4, 1, 2), store) == ["cpu:0", "cpu:1", "cpu:0", "cpu:1"]
+    assert store.get("device/3") == b"cpu:1"
+
+
+def test_devices_of_two_kinds_are_refused(store):
+    from lockstep.training.torchrun import devices_of_all
+
+    store.set("device/1", "cuda:0")
+    with pytest.raises(ConfigError, match="devices of two kinds, cpu:0, cuda:0: their kernels round differently"):
+        devices_of_all(RunConfig(devices="cpu:0", timeout=1), place_of_rank(0, 2, 0, 1), store)
+
+
+def test_a_rank_that_never_comes_is_an_error_that_can_be_put_into_a_sentence(store):
+    from lockstep.training.torchrun import devices_of_all
+
+    with pytest.raises(PeersLost):
+        devices_of_all(RunConfig(devices=2, timeout=1), place_of_rank(0, 2, 0, 2), store)
