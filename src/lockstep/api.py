@@ -10,32 +10,32 @@ What is wrong in one or another edition of the text is mended here:
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from lockstep.backends import (
-    DEFAULT_BACKEND,
-    Tensor,
-    backend_of_all,
-    devices_for,
-    load_backend,
-    places_for,
-)
+from lockstep.backends import DEFAULT_BACKEND, Tensor, backend_of_all, devices_for, load_backend, named_devices
 from lockstep.config import RunConfig, check_ranks
 from lockstep.core.device import Device
-from lockstep.runtime import InProcess
-from lockstep.runtime.interpreter import cut_into_chunks, take_part, total_of
 from lockstep.core.errors import ConfigError, RunError
-from lockstep.training.evaluate import measure
-from lockstep.schedules.exchanges import schedule_for
-from lockstep.schedules.reduction_tree import Node
-from lockstep.training.api_inputs import as_labels, backend_of_batch, batch_of, check_replicas, flat_replicas, layout_of_replica
 from lockstep.models import Forward
 from lockstep.models.lenet import init_lenet, lenet
-from lockstep.replicas.flat import FlatRecipe, FlatReplica
-from lockstep.report.events import Result
-from lockstep.partition.batch import part_ranges
-from lockstep.runtime.step import train_step
-from lockstep.training.task import PIECE
-from lockstep.training.train import train
 from lockstep.optim.optimizers import Sgd
+from lockstep.partition.balance import Balance
+from lockstep.partition.batch import even_ranges
+from lockstep.replicas.flat import FlatReplica, FlatTrainSpec
+from lockstep.report.events import Result
+from lockstep.runtime.allreduce import allreduce_in_place
+from lockstep.runtime.inprocess import InProcess
+from lockstep.runtime.step import StepOptions, train_step
+from lockstep.training.api_inputs import (
+    as_labels,
+    backend_of_batch,
+    batch_of,
+    check_replicas,
+    flat_replicas,
+    layout_of_params,
+)
+from lockstep.training.evaluate import evaluate_batches
+from lockstep.training.flat_task import PIECE
+from lockstep.training.replica_set import ReplicaSet
+from lockstep.training.train import train
 
 __all__ = [
     "Result",
@@ -87,8 +87,8 @@ def get_params(params: Iterable[Tensor], device: str) -> list[Tensor]:
     if not params:
         raise ConfigError("get_params got no parameters. Give it a list of tensors.")
     backend = backend_of_all(params)
-    (place,) = places_for(backend, [device])
-    return [backend.with_gradient(backend.copy_to(param, place)) for param in params]
+    (found,) = named_devices(backend, [device])
+    return [backend.with_gradient(backend.copy_to(param, found)) for param in params]
 
 
 def allreduce(data: list[Tensor], exchange: str = "sharded") -> list[Tensor]:
@@ -107,18 +107,7 @@ def allreduce(data: list[Tensor], exchange: str = "sharded") -> list[Tensor]:
     shapes = {tuple(entry.shape) for entry in data}
     if len(shapes) > 1:
         raise ConfigError(f"allreduce adds tensors of one shape, and got {', '.join(map(str, sorted(shapes)))}.")
-    num_ranks = len(data)
-    schedule = schedule_for(exchange, tuple(range(rank, rank + 1) for rank in range(num_ranks)))
-    places = [backend.device_of(entry) for entry in data]
-    flat = [backend.copy_to(entry, place).reshape(-1) for entry, place in zip(data, places, strict=True)]
-    held = [cut_into_chunks(backend, {Node(rank, 1): v}, len(v), schedule) for rank, v in enumerate(flat)]
-    for round_ in schedule.rounds:
-        for rank in range(num_ranks):
-            take_part(backend, places[rank], rank, round_, held)
-    for rank, own in enumerate(held):
-        total = total_of(backend, own, schedule)
-        data[rank] = backend.assign(data[rank], total.reshape(data[rank].shape))
-    return data
+    return allreduce_in_place(backend, data, exchange)
 
 
 def split_batch(X: Tensor, y: Tensor, devices: Sequence[str]) -> tuple[list[Tensor], list[Tensor]]:
@@ -130,8 +119,8 @@ def split_batch(X: Tensor, y: Tensor, devices: Sequence[str]) -> tuple[list[Tens
     [array([0, 1, 2]), array([3, 4])]
     """
     backend = backend_of_batch(X, y)
-    places = places_for(backend, devices)
-    parts = list(zip(part_ranges(len(X), len(devices)), places, strict=True))
+    places = named_devices(backend, devices)
+    parts = list(zip(even_ranges(len(X), len(devices)), places, strict=True))
     X_parts = [backend.copy_to(backend.chunk(X, part.start, part.stop), place) for part, place in parts]
     y_parts = [backend.copy_to(backend.chunk(y, part.start, part.stop), place) for part, place in parts]
     return X_parts, y_parts
@@ -163,15 +152,15 @@ def train_batch(
     """
     backend = backend_of_batch(X, y)
     y = as_labels(backend, y)
-    places = check_replicas(X, device_params, devices)
-    rule = Sgd(RunConfig(learning_rate=lr, num_shards=num_shards).learning_rate or 0.0)  # checked: never 0
-    check_ranks(len(places), num_shards)
-    layout = layout_of_replica(device_params[0])
-    with InProcess(backend, places, exchange) as engine:
-        recipe = FlatRecipe(backend, net, layout, rule)
-        replicas = [FlatReplica(recipe, flat) for flat in flat_replicas(engine, layout, device_params)]
-        batch, drawn = batch_of(backend, X, y, places), backend.random_state()
-        losses = train_step(engine, replicas, 1, batch, num_shards)
+    found = check_replicas(X, device_params, devices)
+    config = RunConfig(learning_rate=lr, num_shards=num_shards, exchange=exchange)
+    check_ranks(len(found), num_shards)
+    layout = layout_of_params(device_params[0])
+    with InProcess(backend, found) as engine:
+        spec = FlatTrainSpec(backend, net, layout, Sgd(config.learning_rate or lr))
+        replicas = [FlatReplica(spec, flat) for flat in flat_replicas(engine, layout, device_params)]
+        batch, drawn = batch_of(backend, X, y, found), backend.random_state()
+        losses = train_step(engine, replicas, 1, batch, StepOptions(num_shards, exchange), Balance())
         if backend.random_state() != drawn:
             raise RunError(
                 "The model drew random numbers (dropout?): their order would depend on the devices, and so would the "
@@ -194,7 +183,7 @@ def train_batch(
 def evaluate_accuracy(
     X: Tensor, y: Tensor, device_params: list[list[Tensor]], devices: Sequence[str], *, net: Forward = lenet
 ) -> float:
-    """The share of samples that `net` classifies rightly. All devices work, each sample is counted once.
+    """The share of samples that `net` classifies correctly. All devices work, each sample is counted once.
 
     >>> import numpy
     >>> two = ["cpu:0", "cpu:1"]
@@ -204,9 +193,10 @@ def evaluate_accuracy(
     """
     backend = backend_of_batch(X, y)
     y = as_labels(backend, y)
-    places = check_replicas(X, device_params, devices)
-    layout = layout_of_replica(device_params[0])
-    with InProcess(backend, places) as engine:
-        recipe = FlatRecipe(backend, net, layout, Sgd(1.0))
-        replicas = [FlatReplica(recipe, flat) for flat in flat_replicas(engine, layout, device_params)]
-        return measure(engine, replicas, [batch_of(backend, X, y, places)], PIECE)["accuracy"]
+    found = check_replicas(X, device_params, devices)
+    layout = layout_of_params(device_params[0])
+    with InProcess(backend, found) as engine:
+        spec = FlatTrainSpec(backend, net, layout, Sgd(1.0))
+        replicas = [FlatReplica(spec, flat) for flat in flat_replicas(engine, layout, device_params)]
+        batches = [batch_of(backend, X, y, found)]
+        return evaluate_batches(ReplicaSet(engine, replicas), batches, PIECE)["accuracy"]

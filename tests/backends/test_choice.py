@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import lockstep
-from lockstep.backends import BACKENDS, backend_of, devices_for, is_installed, load_backend, places_for
+from lockstep.backends import BACKENDS, backend_of, devices_for, is_installed, load_backend, named_devices
 from lockstep.core.device import Device
 from lockstep.core.errors import BackendError, ConfigError, DeviceError
 
@@ -127,9 +127,9 @@ def test_without_a_wish_all_gpus_are_used_else_a_logical_device_for_each_core():
 
 
 def test_named_devices_must_be_there_and_the_cpu_may_come_twice():
-    assert places_for(NoGpu(), ("cpu", "cpu:0", "cpu:1")) == ["cpu:0", "cpu:0", "cpu:1"]
-    assert places_for(TwoGpus(), ["cuda:1", "cuda"]) == ["cuda:1", "cuda:0"]
-    assert all(isinstance(place, Device) for place in places_for(NoGpu(), ["cpu"]))
+    assert named_devices(NoGpu(), ("cpu", "cpu:0", "cpu:1")) == ["cpu:0", "cpu:0", "cpu:1"]
+    assert named_devices(TwoGpus(), ["cuda:1", "cuda"]) == ["cuda:1", "cuda:0"]
+    assert all(isinstance(place, Device) for place in named_devices(NoGpu(), ["cpu"]))
 
 
 @pytest.mark.parametrize(
@@ -144,5 +144,5 @@ def test_named_devices_must_be_there_and_the_cpu_may_come_twice():
 )
 def test_named_devices_that_cannot_be_are_refused(machine, names, sentence):
     with pytest.raises(DeviceError) as refused:
-        places_for(machine, names)
+        named_devices(machine, names)
     assert str(refused.value).startswith(sentence)

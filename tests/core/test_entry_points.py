@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from lockstep.core.errors import ConfigError
-from lockstep.core.entry_points import is_place, load_named, name_of, source_line_of
+from lockstep.core.entry_points import is_entry_point, load_entry_point, describe, source_line_of
 
 
 @pytest.fixture(autouse=True)
@@ -19,12 +19,12 @@ def here(tmp_path, monkeypatch):
     "name", ["lenet", "a.npz", "C:\\data", "pkg:", ":fn", "pkg:fn()", "os;os:x", "a b:c", "../x:y", ""]
 )
 def test_what_is_no_place(name):
-    assert not is_place(name)
+    assert not is_entry_point(name)
 
 
 def test_a_file_in_the_current_folder_is_found(here):
     (here / "nets_here.py").write_text("class Box:\n    def make():\n        return 7\n")
-    assert load_named("nets_here:Box.make", "model")() == 7
+    assert load_entry_point("nets_here:Box.make", "model")() == 7
 
 
 def test_what_cannot_be_loaded_is_said_in_a_sentence(here):
@@ -38,7 +38,7 @@ def test_what_cannot_be_loaded_is_said_in_a_sentence(here):
         "empty_here:f": "empty_here has no f for the model. It has: thing.",
     }.items():
         with pytest.raises(ConfigError) as refused:
-            load_named(name, "model")
+            load_entry_point(name, "model")
         assert str(refused.value).startswith(sentence)
 
 
@@ -46,9 +46,9 @@ def test_names_of_what_was_given():
     class Local:
         pass
 
-    assert name_of(pytest.raises) == "_pytest.raises:raises"
-    assert name_of(Local) == "a function given in Python"
-    assert name_of(Local()) == "a Local given in Python"
+    assert describe(pytest.raises) == "_pytest.raises:raises"
+    assert describe(Local) == "a function given in Python"
+    assert describe(Local()) == "a Local given in Python"
 
 
 def test_a_source_line_is_one_of_a_file():

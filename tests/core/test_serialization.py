@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
-from lockstep.core.serialization import Damaged, NotPlain, pack, unpack
+from lockstep.core.serialization import CorruptData, NotSerializable, pack, unpack
 
 KINDS = ["?", "u1", "i1", "<u2", "<i2", "<u4", "<i4", "<u8", "<i8", "<f2", "<f4", "<f8", "<c8"]
 
@@ -137,7 +137,7 @@ def test_big_endian_arrays_keep_their_numbers():
     ],
 )
 def test_what_is_not_plain_is_refused_with_its_path(tree, sentence):
-    with pytest.raises(NotPlain) as refused:
+    with pytest.raises(NotSerializable) as refused:
         pack(tree)
     assert str(refused.value) == sentence
 
@@ -148,7 +148,7 @@ def test_what_is_not_plain_is_refused_with_its_path(tree, sentence):
     ids=lambda array: array.dtype.name,
 )
 def test_arrays_of_what_is_no_number_are_refused_with_their_path(array):
-    with pytest.raises(NotPlain, match=r"^deep/in/1"):
+    with pytest.raises(NotSerializable, match=r"^deep/in/1"):
         pack({"deep": {"in": [0, array]}})
 
 
@@ -160,7 +160,7 @@ DATA = pack(TREE)
 
 def check_damaged(data):
     assert data != DATA
-    with pytest.raises(Damaged) as damaged:
+    with pytest.raises(CorruptData) as damaged:
         unpack(data)
     assert str(damaged.value) in (
         "it is not a safetensors file",
@@ -212,7 +212,7 @@ def test_a_byte_changed_in_any_tree_is_found(tree, data):
     packed = bytearray(pack(tree))
     place = data.draw(st.integers(0, len(packed) - 1))
     packed[place] ^= data.draw(st.integers(1, 255))
-    with pytest.raises(Damaged):
+    with pytest.raises(CorruptData):
         unpack(bytes(packed))
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, Te
 
 import lockstep
 from lockstep.core.errors import DataError, RunError
-from lockstep.replicas.keyed_random import random_numbers_of
+from lockstep.data.seeded import seeded
 
 SETTINGS = {"batch_size": 16, "epochs": 2, "quiet": True}
 
@@ -88,7 +88,7 @@ def test_every_epoch_has_noise_of_its_own_and_the_process_keeps_its_random_numbe
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tobytes()
     drawn = []
     for epoch, sample in ((1, 0), (2, 0), (1, 1), (1, 0)):
-        with random_numbers_of(0, epoch, sample):
+        with seeded(0, epoch, sample):
             drawn.append((random.random(), np.random.rand(), float(torch.rand(()))))
     assert drawn[0] == drawn[3]
     assert len(set(drawn)) == 3

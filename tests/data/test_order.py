@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.data.order import keyed_random, sample_order
+from lockstep.core.random import keyed_random
+from lockstep.data.order import sample_order
 
 numbers = st.integers(0, 2**32 - 1)
 

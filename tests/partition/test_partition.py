@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.core.errors import ConfigError
-from lockstep.partition.batch import part_ranges, split_into_shards
+from lockstep.partition.batch import even_ranges, split_into_shards
 from lockstep.partition.ranks import split_over_ranks
 
 counts = st.integers(1, 300)
@@ -13,7 +13,7 @@ counts = st.integers(1, 300)
 
 @given(num_samples=st.integers(0, 1000), num_parts=counts)
 def test_part_sizes_differ_by_at_most_one_larger_first_and_lose_nothing(num_samples, num_parts):
-    sizes = [len(part) for part in part_ranges(num_samples, num_parts)]
+    sizes = [len(part) for part in even_ranges(num_samples, num_parts)]
     assert sum(sizes) == num_samples
     assert len(sizes) == num_parts
     assert sizes == sorted(sizes, reverse=True)
@@ -37,4 +37,4 @@ def test_each_shard_has_one_rank(num_shards, num_ranks):
 
 def test_no_parts_are_refused():
     with pytest.raises(ConfigError, match="cannot be cut into 0 parts"):
-        part_ranges(10, 0)
+        even_ranges(10, 0)

@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import lockstep
 from lockstep.core.errors import RankError, RunError
-from lockstep.replicas.keyed_random import KeyedRandom, NoDraws, shard_seed
+from lockstep.replicas.keyed_random import KeyedRandom, NoDraws
+from lockstep.core.random import shard_seed
 from lockstep.replicas.module import LOOK_STEPS
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ import lockstep
 from lockstep.data.order import sample_order
 from lockstep.schedules.reduction_tree import Node, sum_of
 from lockstep.models.lenet_bn import LeNetBN
-from lockstep.replicas.keyed_random import shard_seed
+from lockstep.core.random import shard_seed
 from lockstep.models.resnet18 import ResNet18
 from lockstep.replicas.memory_format import channels_last
 from lockstep.models.transformer import Transformer

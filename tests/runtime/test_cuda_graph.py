@@ -81,12 +81,12 @@ class Again:
     def read_later(self, numbers):
         found = numbers.tolist()
 
-        class Late:
+        class RankTimeout:
             @staticmethod
             def read():
                 return found
 
-        return Late()
+        return RankTimeout()
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from lockstep.backends.torch_gradient import Filling
 from lockstep.runtime.bucket_queue import Departures
 from lockstep.runtime.barrier import Arrivals
 from lockstep.runtime.thread_transport import Traffic
-from lockstep.core.errors import Late, RankError, RunError
+from lockstep.core.errors import RankTimeout, RankError, RunError
 from lockstep.core.layout import Layout
 
 SMALL = 0.002  # megabytes: the models of these tests have about ten parts
@@ -195,7 +195,7 @@ def test_who_hangs_in_backward_is_named(monkeypatch):
     done, count = threading.Event(), iter(range(100))
     monkeypatch.setattr(Through, "does", staticmethod(lambda: done.wait(20) if next(count) == 7 else None))
     try:
-        with pytest.raises(Late, match=r"rank \d \(cpu:\d\) is in forward and backward of step 2"):
+        with pytest.raises(RankTimeout, match=r"rank \d \(cpu:\d\) is in forward and backward of step 2"):
             trained(with_first, timeout=0.5)
     finally:
         done.set()

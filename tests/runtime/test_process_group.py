@@ -8,7 +8,7 @@ import pytest
 from lockstep.core.device import Device
 from lockstep.core.child_process import fork
 from lockstep.runtime.process_group import LOOPBACK, Group, join_store, serve_store
-from lockstep.core.errors import PeersLost
+from lockstep.core.errors import PeerFailure
 
 TWO = [Device("cpu:0"), Device("cpu:1")]
 
@@ -29,7 +29,7 @@ def test_a_rank_that_closes_its_connections_is_noticed_at_once_though_it_lives_o
             else:
                 try:
                     group.gather(b"nobody answers this")
-                except PeersLost as lost:
+                except PeerFailure as lost:
                     kept = lost
             store_of_child = join_store(LOOPBACK, port, 30.0)
             store_of_child.get("over")
@@ -43,11 +43,11 @@ def test_a_rank_that_closes_its_connections_is_noticed_at_once_though_it_lives_o
         if how == "after an error":
             time.sleep(2.5)
         began = time.monotonic()
-        with pytest.raises(PeersLost) as lost:  # what was sent before it left may still arrive
+        with pytest.raises(PeerFailure) as lost:  # what was sent before it left may still arrive
             [group.gather(message) for message in (b"second", b"third")]
         assert time.monotonic() - began < 20
         assert not lost.value.is_late
-        with pytest.raises(PeersLost, match="are closed"):
+        with pytest.raises(PeerFailure, match="are closed"):
             group.gather(b"fourth")
     finally:
         store.set("over", "")

@@ -9,7 +9,7 @@ import torch
 from lockstep.runtime.process_transport import Wire
 from lockstep.schedules.exchanges import EXCHANGES, KEEPS_THE_TREE, schedule_for
 from lockstep.schedules.reduction_tree import Node, maximal_nodes, sum_of
-from lockstep.partition.buckets import places_of_parts
+from lockstep.partition.buckets import bucket_ranges
 from lockstep.partition.ranks import split_over_ranks
 
 NUM_SHARDS = 8
@@ -55,7 +55,7 @@ class HandedOver:
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_every_rank_has_the_total_twice_in_a_row(exchange, num_ranks, size):
     ranges, hub = tuple(split_over_ranks(NUM_SHARDS, num_ranks)), Hub()
-    places = places_of_parts(size, bucket_mb=240e-6, num_ranks=2)  # also parts that are smaller than there are ranks
+    places = bucket_ranges(size, bucket_mb=240e-6, num_ranks=2)  # also parts that are smaller than there are ranks
     wires = [Wire(HandedOver(hub, rank), schedule_for(exchange, ranges), places) for rank in range(num_ranks)]
     for seed in range(2):
         random = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Damaged checkpoints and data files, a thousand of each, through the command: a sentence, and nothing is touched."""
+"""CorruptData checkpoints and data files, a thousand of each, through the command: a sentence, and nothing is touched."""
 
 import gzip
 import hashlib

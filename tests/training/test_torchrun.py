@@ -13,8 +13,8 @@ import pytest
 
 import lockstep as package
 from lockstep.config import RunConfig
-from lockstep.core.errors import ConfigError, PeersLost
-from lockstep.core.torchrun_env import Place, place_of_this_process, says_the_result
+from lockstep.core.errors import ConfigError, PeerFailure
+from lockstep.core.torchrun_env import Place, torchrun_env, prints_result
 
 pytest.importorskip("torch", reason="torchrun belongs to PyTorch, which is not installed.")
 
@@ -267,20 +267,20 @@ THIRD_OF_FOUR = {
 
 
 def test_a_process_that_torchrun_did_not_start_has_no_place(environment):
-    assert place_of_this_process() is None
-    assert says_the_result()
+    assert torchrun_env() is None
+    assert prints_result()
 
 
 @pytest.mark.parametrize("missing", ["TORCHELASTIC_USE_AGENT_STORE", "RANK"])
 def test_other_launchers_variables_do_not_make_a_torchrun(environment, missing):
     environment(**{name: value for name, value in THIRD_OF_FOUR.items() if name != missing})
-    assert place_of_this_process() is None
-    assert says_the_result()
+    assert torchrun_env() is None
+    assert prints_result()
 
 
 def test_a_place_is_read_from_the_environment(environment):
     environment(**THIRD_OF_FOUR)
-    place = place_of_this_process()
+    place = torchrun_env()
     assert place is not None
     assert (place.rank, place.size, place.local_rank, place.local_size) == (2, 4, 0, 2)
     assert (place.host, place.port) == ("10.0.0.1", 29400)
@@ -289,9 +289,9 @@ def test_a_place_is_read_from_the_environment(environment):
 
 def test_only_rank_0_says_the_result(environment):
     environment(**THIRD_OF_FOUR)
-    assert not says_the_result()
+    assert not prints_result()
     environment(**{**THIRD_OF_FOUR, "RANK": "0"})
-    assert says_the_result()
+    assert prints_result()
 
 
 def test_one_start_of_all_processes_is_told_from_the_next(environment):
@@ -299,7 +299,7 @@ def test_one_start_of_all_processes_is_told_from_the_next(environment):
     attempts = set()
     for changes in ({}, {"TORCHELASTIC_RESTART_COUNT": "1"}, {"TORCHELASTIC_RUN_ID": "abd"}, {"WORLD_SIZE": "3"}):
         environment(**{**THIRD_OF_FOUR, **changes})
-        place = place_of_this_process()
+        place = torchrun_env()
         assert place is not None
         assert place.is_restarted == ("TORCHELASTIC_RESTART_COUNT" in changes)
         attempts.add(place.attempt)
@@ -345,5 +345,5 @@ def test_devices_of_two_kinds_are_refused(store):
 def test_a_rank_that_never_comes_is_an_error_that_can_be_put_into_a_sentence(store):
     from lockstep.training.torchrun import devices_of_all
 
-    with pytest.raises(PeersLost):
+    with pytest.raises(PeerFailure):
         devices_of_all(RunConfig(devices=2, timeout=1), place_of_rank(0, 2, 0, 2), store)

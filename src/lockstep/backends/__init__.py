@@ -9,7 +9,17 @@ from functools import cache
 from typing import Any
 
 from lockstep.backends.hardware import cpu, peak_of_process
-from lockstep.backends.protocol import Backend, Capabilities, LossSum, Mark, Ops, Pending, Ready, Recorder, Tensor
+from lockstep.backends.protocol import (
+    Backend,
+    Capabilities,
+    GraphCapture,
+    LossFuture,
+    LossSum,
+    OnReady,
+    Ops,
+    RecordEvent,
+    Tensor,
+)
 from lockstep.core.device import MAX_DEVICES, Device, check_devices, choose_devices
 from lockstep.core.errors import BackendError, ConfigError
 from lockstep.core.registry import pick
@@ -19,12 +29,12 @@ __all__ = [
     "DEFAULT_BACKEND",
     "Backend",
     "Capabilities",
+    "GraphCapture",
+    "LossFuture",
     "LossSum",
-    "Mark",
+    "OnReady",
     "Ops",
-    "Pending",
-    "Ready",
-    "Recorder",
+    "RecordEvent",
     "Tensor",
     "backend_of",
     "backend_of_all",
@@ -32,7 +42,7 @@ __all__ = [
     "is_installed",
     "load_backend",
     "peak_memory",
-    "places_for",
+    "named_devices",
     "reset_peak_memory",
 ]
 
@@ -136,13 +146,13 @@ def peak_memory(backend: Backend, devices: Sequence[Device]) -> dict[str, int]:
     return {gpu: num_bytes for gpu, num_bytes in peaks.items() if num_bytes is not None}
 
 
-def places_for(backend: Backend, names: Sequence[str]) -> list[Device]:
+def named_devices(backend: Backend, names: Sequence[str]) -> list[Device]:
     """Named devices, once they were found to be there. Here `cpu` may stand more than once, as in the text."""
     if isinstance(names, str) or not isinstance(names, Sequence):
         raise ConfigError(f"{names!r} is not a list of devices. Give one like ['cpu:0', 'cpu:1'], or devices(2).")
-    places = [Device(name) for name in names]
-    check_devices(places, _gpus(backend))
-    return places
+    found = [Device(name) for name in names]
+    check_devices(found, _gpus(backend))
+    return found
 
 
 def _gpus(backend: Backend) -> list[Device]:

@@ -13,7 +13,7 @@ from jax import Array as Tensor
 from jax import lax
 
 from lockstep.backends.hardware import cpu
-from lockstep.backends.protocol import Capabilities, Function, LossSum, Ops, Ready
+from lockstep.backends.protocol import Capabilities, Function, LossSum, OnReady, Ops
 from lockstep.core.device import Device, Hardware
 from lockstep.core.errors import BackendError
 from lockstep.core.layout import Array, Layout
@@ -66,7 +66,7 @@ class JaxBackend:
 
     name = "jax"
     oldest = (0, 5)
-    capabilities = Capabilities(gpus=True, capture="always", sees_random_draws=False)
+    capabilities = Capabilities(gpus=True, compiles="always", sees_random_draws=False, writes_in_place=False)
     ops = JaxOps()
 
     # --- the machine ---
@@ -88,7 +88,7 @@ class JaxBackend:
 
     @contextmanager
     def session(self, devices: list[Device]) -> Iterator[None]:
-        yield  # what has to be fixed is fixed function by function, in `capture`
+        yield  # what has to be fixed is fixed function by function, in `compile`
 
     def start_worker(self, device: Device) -> None:
         pass
@@ -102,10 +102,10 @@ class JaxBackend:
     def peak_gpu_memory(self, device: Device, reset: bool = False) -> int | None:
         return (_place(device).memory_stats() or {}).get("peak_bytes_in_use")  # of the process: it cannot be reset
 
-    def recorder(self, devices: list[Device]) -> None:
+    def graph_capture(self, devices: list[Device]) -> None:
         return None
 
-    def capture(self, function: Function) -> Function:
+    def compile(self, function: Function) -> Function:
         compiled = jax.jit(function, compiler_options=_FIXED)
 
         @wraps(function)
@@ -142,7 +142,14 @@ class JaxBackend:
     def with_gradient(self, tensor: Tensor) -> Tensor:
         return tensor  # any array can be differentiated with respect to
 
-    def add(self, left: Tensor, right: Tensor) -> Tensor:
+    def zeros(self, num_entries: int, device: Device, like: Tensor | None = None) -> Tensor:
+        dtype = np.float32 if like is None else self.to_numpy(like).dtype
+        return self.from_numpy(np.zeros(num_entries, dtype), device)
+
+    def flat_view(self, tensor: Tensor) -> None:
+        return None
+
+    def add(self, left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
         return left + right
 
     def chunk(self, tensor: Tensor, start: int, stop: int) -> Tensor:
@@ -164,7 +171,7 @@ class JaxBackend:
         return [piece.reshape(shape) for piece, shape in zip(pieces, layout.shapes, strict=True)]
 
     def value_and_grad(
-        self, loss_sum: LossSum, layout: Layout, flat: Tensor, X: Tensor, y: Tensor, ready: Ready | None = None
+        self, loss_sum: LossSum, layout: Layout, flat: Tensor, X: Tensor, y: Tensor, on_ready: OnReady | None = None
     ) -> tuple[Tensor, Tensor]:
         loss, gradient = _gradient_of(loss_sum, layout)(flat, X, y)
         return loss, gradient
@@ -175,7 +182,7 @@ def _gradient_of(loss_sum: LossSum, layout: Layout) -> Any:
     def loss_of_flat(flat: Tensor, X: Tensor, y: Tensor) -> Tensor:
         return loss_sum(BACKEND.unflatten(layout, flat), X, y)
 
-    return BACKEND.capture(jax.value_and_grad(loss_of_flat))
+    return BACKEND.compile(jax.value_and_grad(loss_of_flat))
 
 
 @partial(jax.jit, static_argnames="num_samples")

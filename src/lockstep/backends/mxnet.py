@@ -16,7 +16,7 @@ from mxnet.numpy import ndarray as Tensor
 from threadpoolctl import threadpool_info
 
 from lockstep.backends.hardware import cpu
-from lockstep.backends.protocol import Capabilities, Function, LossSum, Ops, Ready
+from lockstep.backends.protocol import Capabilities, Function, LossSum, OnReady, Ops
 from lockstep.core.device import Device, Hardware
 from lockstep.core.errors import BackendError
 from lockstep.core.layout import Array, Layout
@@ -62,7 +62,7 @@ class MxnetBackend:
 
     name = "mxnet"
     oldest = (1, 9)
-    capabilities = Capabilities(gpus=True, capture="no", sees_random_draws=False)
+    capabilities = Capabilities(gpus=True, compiles="no", sees_random_draws=False, writes_in_place=False)
     ops = MxnetOps()
     _lock = threading.Lock()
 
@@ -120,10 +120,10 @@ class MxnetBackend:
     def peak_gpu_memory(self, device: Device, reset: bool = False) -> int | None:
         return None  # MXNet does not keep count
 
-    def recorder(self, devices: list[Device]) -> None:
+    def graph_capture(self, devices: list[Device]) -> None:
         return None
 
-    def capture(self, function: Function) -> Function:
+    def compile(self, function: Function) -> Function:
         raise BackendError("Lockstep does not capture with MXNet. Call the function as it is, or use jax.")
 
     # --- tensors ---
@@ -149,7 +149,14 @@ class MxnetBackend:
         tensor.attach_grad()
         return tensor
 
-    def add(self, left: Tensor, right: Tensor) -> Tensor:
+    def zeros(self, num_entries: int, device: Device, like: Tensor | None = None) -> Tensor:
+        dtype = numpy.float32 if like is None else self.to_numpy(like).dtype
+        return self.from_numpy(numpy.zeros(num_entries, dtype), device)
+
+    def flat_view(self, tensor: Tensor) -> None:
+        return None
+
+    def add(self, left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
         return left + right
 
     def chunk(self, tensor: Tensor, start: int, stop: int) -> Tensor:
@@ -174,7 +181,7 @@ class MxnetBackend:
         return [flat[int(start) : int(start) + size].reshape(shape) for start, size, shape in places]
 
     def value_and_grad(
-        self, loss_sum: LossSum, layout: Layout, flat: Tensor, X: Tensor, y: Tensor, ready: Ready | None = None
+        self, loss_sum: LossSum, layout: Layout, flat: Tensor, X: Tensor, y: Tensor, on_ready: OnReady | None = None
     ) -> tuple[Tensor, Tensor]:
         params = [self.with_gradient(param) for param in self.unflatten(layout, flat)]
         with autograd.record():

@@ -15,8 +15,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 from threadpoolctl import threadpool_limits
 
 from lockstep.backends.hardware import cpu
-from lockstep.backends.protocol import Capabilities, Function, LossSum, Ops, Ready
 from lockstep.backends.process_settings import one_at_a_time
+from lockstep.backends.protocol import Capabilities, Function, LossSum, OnReady, Ops
 from lockstep.core.device import Device, Hardware
 from lockstep.core.errors import BackendError
 from lockstep.core.layout import Array, Layout
@@ -126,7 +126,7 @@ class NumpyBackend:
 
     name = "numpy"
     oldest = (1, 23)
-    capabilities = Capabilities(gpus=False, capture="no", sees_random_draws=True)
+    capabilities = Capabilities(gpus=False, compiles="no", sees_random_draws=True, writes_in_place=True)
     ops = NumpyOps()
     _lock = threading.Lock()
 
@@ -161,10 +161,10 @@ class NumpyBackend:
     def peak_gpu_memory(self, device: Device, reset: bool = False) -> int | None:
         return None  # there are no GPUs
 
-    def recorder(self, devices: list[Device]) -> None:
+    def graph_capture(self, devices: list[Device]) -> None:
         return None
 
-    def capture(self, function: Function) -> Function:
+    def compile(self, function: Function) -> Function:
         raise BackendError("numpy cannot capture a function. Call it as it is, or use a framework that can (jax).")
 
     # --- tensors ---
@@ -188,8 +188,14 @@ class NumpyBackend:
     def with_gradient(self, tensor: Array) -> Array:
         return tensor  # `value_and_grad` traces whatever it is given
 
-    def add(self, left: Array, right: Array) -> Array:
-        total: Array = left + right
+    def zeros(self, num_entries: int, device: Device, like: Array | None = None) -> Array:
+        return np.zeros(num_entries, np.float32 if like is None else like.dtype)
+
+    def flat_view(self, tensor: Array) -> Array | None:
+        return tensor.reshape(-1) if tensor.flags.c_contiguous and tensor.flags.writeable else None
+
+    def add(self, left: Array, right: Array, out: Array | None = None) -> Array:
+        total: Array = np.add(left, right, out=out)
         return total
 
     def chunk(self, tensor: Array, start: int, stop: int) -> Array:
@@ -211,7 +217,7 @@ class NumpyBackend:
         return layout.unflatten(flat)
 
     def value_and_grad(
-        self, loss_sum: LossSum, layout: Layout, flat: Array, X: Array, y: Array, ready: Ready | None = None
+        self, loss_sum: LossSum, layout: Layout, flat: Array, X: Array, y: Array, on_ready: OnReady | None = None
     ) -> tuple[Array, Array]:
         tape: list[Traced] = []
         params = [Traced(param, tape) for param in layout.unflatten(flat)]

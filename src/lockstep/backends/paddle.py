@@ -4,13 +4,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy
 import paddle
 from paddle import Tensor
 from paddle.nn import functional as F
 
 from lockstep.backends.hardware import cpu
-from lockstep.backends.protocol import Capabilities, Function, LossSum, Ops, Ready
 from lockstep.backends.process_settings import environment_variable, one_at_a_time
+from lockstep.backends.protocol import Capabilities, Function, LossSum, OnReady, Ops
 from lockstep.core.device import Device, Hardware
 from lockstep.core.errors import BackendError
 from lockstep.core.layout import Array, Layout
@@ -55,7 +56,7 @@ class PaddleBackend:
 
     name = "paddle"
     oldest = (3, 0)
-    capabilities = Capabilities(gpus=True, capture="no", sees_random_draws=True)
+    capabilities = Capabilities(gpus=True, compiles="no", sees_random_draws=True, writes_in_place=False)
     ops = PaddleOps()
     _lock = threading.Lock()
 
@@ -110,10 +111,10 @@ class PaddleBackend:
             paddle.device.cuda.reset_max_memory_allocated(device.number)
         return int(paddle.device.cuda.max_memory_allocated(device.number))
 
-    def recorder(self, devices: list[Device]) -> None:
+    def graph_capture(self, devices: list[Device]) -> None:
         return None
 
-    def capture(self, function: Function) -> Function:
+    def compile(self, function: Function) -> Function:
         raise BackendError("Lockstep does not capture with Paddle. Call the function as it is, or use jax.")
 
     # --- tensors ---
@@ -140,7 +141,14 @@ class PaddleBackend:
         tensor.stop_gradient = False
         return tensor
 
-    def add(self, left: Tensor, right: Tensor) -> Tensor:
+    def zeros(self, num_entries: int, device: Device, like: Tensor | None = None) -> Tensor:
+        dtype = numpy.float32 if like is None else self.to_numpy(like).dtype
+        return self.from_numpy(numpy.zeros(num_entries, dtype), device)
+
+    def flat_view(self, tensor: Tensor) -> None:
+        return None
+
+    def add(self, left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
         return left + right
 
     def chunk(self, tensor: Tensor, start: int, stop: int) -> Tensor:
@@ -163,7 +171,7 @@ class PaddleBackend:
         return [piece.reshape(shape) for piece, shape in zip(pieces, layout.shapes, strict=True)]
 
     def value_and_grad(
-        self, loss_sum: LossSum, layout: Layout, flat: Tensor, X: Tensor, y: Tensor, ready: Ready | None = None
+        self, loss_sum: LossSum, layout: Layout, flat: Tensor, X: Tensor, y: Tensor, on_ready: OnReady | None = None
     ) -> tuple[Tensor, Tensor]:
         flat = self.with_gradient(flat.detach())  # same memory, a graph of its own
         loss = loss_sum(self.unflatten(layout, flat), X, y)

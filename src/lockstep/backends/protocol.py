@@ -16,16 +16,19 @@ if TYPE_CHECKING:  # numpy is slow to import, and `lockstep --help` lists the ba
 Tensor = Any  # the framework's own
 LossSum = Callable[[list[Tensor], Tensor, Tensor], Tensor]  # (params, X, y) -> loss summed over the samples
 Function = TypeVar("Function", bound=Callable[..., Any])
-Mark = Callable[[], Callable[[], None]]  # marks what was asked of the device so far; what it gives waits for that
-Ready = Callable[[Tensor, int, Mark], None]  # (gradient, start, mark): once marked, it is complete from `start` on
+RecordEvent = Callable[[], Callable[[], None]]  # records an event on the device; the function it gives waits for it
+OnReady = Callable[
+    [Tensor, int, RecordEvent], None
+]  # (gradient, start, ...): complete from `start` on, after the event
 
 
 class Capabilities(NamedTuple):
     """What differs between frameworks, as `lockstep devices` shows it."""
 
     gpus: bool  # computes on GPUs too
-    capture: str  # makes a function into code of its own once: "always", "on request" (--compile), or "no"
+    compiles: str  # a function into one of its own: "always", "on request" (--compile), or "no"
     sees_random_draws: bool  # can tell that a model drew from the framework's own random numbers
+    writes_in_place: bool  # `add` and `assign` can write into memory that is there
     engines: tuple[str, ...] = ("inprocess",)
 
 
@@ -45,53 +48,49 @@ class Ops(Protocol):
     def num_correct(self, logits: Tensor, y: Tensor) -> Tensor: ...
 
 
-class Pending(Protocol):
-    """Numbers that a device has not computed yet, maybe."""
+class LossFuture(Protocol):
+    """The losses of a step that may still be under way."""
 
-    def read(self) -> list[float]:
-        """The numbers, as soon as they are there."""
+    def result(self) -> list[float]:
+        """The summed loss of each shard, in shard order; waits for them."""
         ...
 
 
-class Recorder(Protocol):
-    """Records what is asked of a GPU, and asks for all of it at once from then on."""
+class GraphCapture(Protocol):
+    """Captures what is launched on a GPU as a CUDA graph, which is then replayed at once."""
 
-    most_at_once: int  # vectors that can be added up at once
+    max_addends: int  # of `fused_add`
 
     def stream(self) -> AbstractContextManager[None]:
-        """What this thread asks for meanwhile is done in that order, one thing after the other."""
+        """What this thread launches meanwhile goes to the stream that is captured."""
         ...
 
     def fork(self) -> AbstractContextManager[None]:
-        """Within it, `beside` may be used; afterwards all that was asked for beside the rest is waited for."""
+        """Within it, `side_stream` may be used; afterwards the main stream waits for all of them."""
         ...
 
-    def beside(self, number: int) -> AbstractContextManager[None]:
-        """What is asked for meanwhile does not wait for other numbers."""
+    def side_stream(self, number: int) -> AbstractContextManager[None]:
+        """What is launched meanwhile does not wait for other numbers."""
         ...
 
-    def narrow(self) -> bool:
-        """Does less at the same time from now on, which takes less memory; False where that cannot be."""
+    def serialize_streams(self) -> bool:
+        """One side stream for all from now on, which takes less memory; False where that is so already."""
         ...
 
-    def add_up(self, brackets: str, vectors: list[Tensor]) -> Tensor:
-        """The sum of x0, x1, ..., which are these vectors, in these brackets: all of it asked for at once."""
+    def fused_add(self, brackets: str, vectors: list[Tensor]) -> Tensor:
+        """The sum of x0, x1, ..., which are these vectors, in these brackets, by one kernel."""
         ...
 
-    def keep(self, what: Any) -> None:
-        """Keeps tensors until the recording is over."""
+    def capture(self, run: Callable[[], Tensor], generators: Callable[[], list[Any]]) -> tuple[Callable[[], None], Any]:
+        """What replays `run`, and its result, which each replay fills. `run` is called twice: the first warms up."""
         ...
 
-    def record(self, work: Callable[[], Any], generators: Callable[[], list[Any]]) -> tuple[Callable[[], None], Any]:
-        """What replays `work`, and its result, whose tensors each replay fills. `work` is called twice."""
-        ...
-
-    def together(self, numbers: list[Tensor]) -> Tensor:
+    def stack(self, numbers: list[Tensor]) -> Tensor:
         """Single numbers as one vector."""
         ...
 
-    def read_later(self, numbers: Tensor) -> Pending:
-        """A vector that is on its way; whoever asked for it need not wait."""
+    def copy_to_host(self, numbers: Tensor) -> LossFuture:
+        """An asynchronous copy: whoever asked for it need not wait."""
         ...
 
 
@@ -127,19 +126,19 @@ class Backend(Protocol):
         ...
 
     def synchronize(self, device: Device) -> None:
-        """Returns when all that the calling thread asked of `device` is done."""
+        """Returns when all that the calling thread launched on `device` is done; at once while it is captured."""
         ...
 
     def peak_gpu_memory(self, device: Device, reset: bool = False) -> int | None:
         """Bytes that were in use at most on a GPU since the last `reset`; None where the framework cannot tell."""
         ...
 
-    def recorder(self, devices: list[Device]) -> Recorder | None:
-        """What can record steps on these devices; None where they have to be run as they are."""
+    def graph_capture(self, devices: list[Device]) -> GraphCapture | None:
+        """What can capture steps on these devices as CUDA graphs; None where they have to be run eagerly."""
         ...
 
-    def capture(self, function: Function) -> Function:
-        """`function`, made into code of its own when it is first called with arguments of some shape."""
+    def compile(self, function: Function) -> Function:
+        """`function`, compiled when it is first called with arguments of some shape."""
         ...
 
     # --- tensors ---
@@ -158,7 +157,18 @@ class Backend(Protocol):
         """`tensor`, ready to get a gradient."""
         ...
 
-    def add(self, left: Tensor, right: Tensor) -> Tensor: ...
+    def zeros(self, num_entries: int, device: Device, like: Tensor | None = None) -> Tensor:
+        """A flat vector: of float32, or of the type of `like`."""
+        ...
+
+    def flat_view(self, tensor: Tensor) -> Tensor | None:
+        """The tensor as a flat vector in the same memory, to be written to; None where that cannot be."""
+        ...
+
+    def add(self, left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
+        """The sum; in the memory of `out`, where the framework writes in place."""
+        ...
+
     def chunk(self, tensor: Tensor, start: int, stop: int) -> Tensor:
         """The entries `start` to `stop` along the first axis; there may be none."""
         ...
@@ -172,7 +182,7 @@ class Backend(Protocol):
     def flatten(self, layout: "Layout", params: list[Tensor], device: Device) -> Tensor: ...
     def unflatten(self, layout: "Layout", flat: Tensor) -> list[Tensor]: ...
     def value_and_grad(
-        self, loss_sum: LossSum, layout: "Layout", flat: Tensor, X: Tensor, y: Tensor, ready: Ready | None = None
+        self, loss_sum: LossSum, layout: "Layout", flat: Tensor, X: Tensor, y: Tensor, on_ready: OnReady | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The summed loss, and its gradient as one flat vector. `ready` may be told of parts that are there before."""
+        """The summed loss, and its gradient as one flat vector. `on_ready` may be told of entries that come early."""
         ...

@@ -1,10 +1,7 @@
 """PyTorch. Besides this file and its neighbours, only `modules`, `bench` and wires of `engines` import it."""
 
-import os
-import random
-import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -13,10 +10,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.backends.hardware import cpu
-from lockstep.backends.protocol import Capabilities, Function, LossSum, Ops, Ready, Recorder
-from lockstep.backends.process_settings import one_at_a_time
-from lockstep.backends.torch_lenet_cpu import ConvReluPool2d, keep_freed_memory
-from lockstep.backends.torch_gradient import Filling
+from lockstep.backends.protocol import Capabilities, Function, GraphCapture, LossSum, OnReady, Ops
+from lockstep.backends.torch_gradient_vector import GradientVector
+from lockstep.backends.torch_lenet_cpu import ConvReluPool2d
+from lockstep.backends.torch_session import deterministic_session, start_thread
 from lockstep.core.device import Device, Hardware
 from lockstep.core.layout import Array, Layout
 from lockstep.core.tracing import span
@@ -61,10 +58,13 @@ class TorchBackend:
     name = "torch"
     oldest = (2, 9)
     capabilities = Capabilities(
-        gpus=True, capture="on request", sees_random_draws=True, engines=("inprocess", "processes")
+        gpus=True,
+        compiles="on request",
+        sees_random_draws=True,
+        writes_in_place=True,
+        engines=("inprocess", "processes"),
     )
     ops = TorchOps()
-    _lock = threading.Lock()
 
     # --- the machine ---
 
@@ -90,43 +90,11 @@ class TorchBackend:
 
     # --- who runs, and how ---
 
-    @contextmanager
-    def session(self, devices: list[Device]) -> Iterator[None]:
-        with ExitStack() as undo:
-            undo.enter_context(one_at_a_time(self._lock, "PyTorch"))
-            undo.callback(torch.set_num_threads, torch.get_num_threads())
-            undo.callback(torch.set_rng_state, torch.get_rng_state())  # the caller's own random numbers
-            undo.callback(random.setstate, random.getstate())  # PyTorch draws from them when it loads parts of itself
-            one_intra_op_thread()  # the calling thread too: what it sets, matrix products of all threads go by
-            keep_freed_memory()
-            if torch.cuda.is_initialized():
-                undo.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
-            undo.callback(
-                torch.use_deterministic_algorithms,
-                torch.are_deterministic_algorithms_enabled(),
-                warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
-            )
-            torch.use_deterministic_algorithms(True)
-            # a debugging aid of that mode, which costs a pass over every new tensor
-            _set(undo, torch.utils.deterministic, "fill_uninitialized_memory", False)
-            _set(undo, torch.backends.cudnn, "deterministic", True)
-            _set(undo, torch.backends.cudnn, "benchmark", False)
-            # the fused kernels for attention draw dropout from a counter of their own, or add in arrival order
-            for kernel in ("flash", "mem_efficient", "cudnn"):
-                enabled = getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")()
-                undo.callback(getattr(torch.backends.cuda, f"enable_{kernel}_sdp"), enabled)
-                getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
-            for operation in _with_precision():
-                _set(undo, operation, "fp32_precision", "ieee")  # float32 means float32
-            for number in {device.number for device in devices if device.kind == "cuda"}:
-                # cuBLAS reads this when it starts. Without it, deterministic mode refuses every matrix product, and
-                # nobody but the process itself can set it for a notebook; a value already there stays.
-                os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-                torch.cuda.synchronize(number)  # what the caller gave us may still be on its way on another stream
-            yield
+    def session(self, devices: list[Device]) -> AbstractContextManager[None]:
+        return deterministic_session(devices)
 
     def start_worker(self, device: Device) -> None:
-        start_thread(place_of(device), torch.cuda.Stream(device.number) if device.kind == "cuda" else None)
+        start_thread(torch_device(device), torch.cuda.Stream(device.number) if device.kind == "cuda" else None)
 
     def random_state(self) -> bytes:
         states = [torch.get_rng_state()]
@@ -135,7 +103,7 @@ class TorchBackend:
         return b"".join(state.numpy().tobytes() for state in states)
 
     def synchronize(self, device: Device) -> None:
-        if device.kind == "cuda":
+        if device.kind == "cuda" and not is_capturing(torch_device(device)):
             torch.cuda.current_stream(device.number).synchronize()
 
     def peak_gpu_memory(self, device: Device, reset: bool = False) -> int | None:
@@ -143,20 +111,20 @@ class TorchBackend:
             torch.cuda.reset_peak_memory_stats(device.number)
         return torch.cuda.max_memory_allocated(device.number)
 
-    def recorder(self, devices: list[Device]) -> Recorder | None:
-        if devices[0].kind != "cuda" or len(set(devices)) > 1:  # a recording is one GPU's
+    def graph_capture(self, devices: list[Device]) -> GraphCapture | None:
+        if devices[0].kind != "cuda" or len(set(devices)) > 1:  # a CUDA graph is one GPU's
             return None
-        from lockstep.backends.torch_capture import TorchRecorder
+        from lockstep.backends.torch_capture import TorchGraphCapture
 
-        return TorchRecorder(place_of(devices[0]))
+        return TorchGraphCapture(torch_device(devices[0]))
 
-    def capture(self, function: Function) -> Function:
+    def compile(self, function: Function) -> Function:
         return _compiled(function)
 
     # --- tensors ---
 
     def from_numpy(self, array: Array, device: Device) -> Tensor:
-        return torch.from_numpy(array).to(place_of(device))
+        return torch.from_numpy(array).to(torch_device(device))
 
     def to_numpy(self, tensor: Tensor) -> Array:
         array: Array = tensor.detach().cpu().numpy()
@@ -164,7 +132,7 @@ class TorchBackend:
 
     def copy_to(self, tensor: Tensor, device: Device) -> Tensor:
         # `.to(device)` on the same device is the tensor itself: two replicas would be one
-        return tensor.detach().to(place_of(device), copy=True)
+        return tensor.detach().to(torch_device(device), copy=True)
 
     def device_of(self, tensor: Tensor) -> Device:
         return Device(f"{tensor.device.type}:{tensor.device.index or 0}")
@@ -176,8 +144,15 @@ class TorchBackend:
     def with_gradient(self, tensor: Tensor) -> Tensor:
         return tensor.requires_grad_()
 
-    def add(self, left: Tensor, right: Tensor) -> Tensor:
-        return left + right
+    def zeros(self, num_entries: int, device: Device, like: Tensor | None = None) -> Tensor:
+        dtype = torch.float32 if like is None else like.dtype
+        return torch.zeros(num_entries, dtype=dtype, device=torch_device(device))
+
+    def flat_view(self, tensor: Tensor) -> Tensor | None:
+        return tensor.detach().view(-1) if tensor.is_contiguous() else None
+
+    def add(self, left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
+        return torch.add(left, right, out=out)
 
     def chunk(self, tensor: Tensor, start: int, stop: int) -> Tensor:
         return tensor[start:stop]
@@ -192,7 +167,7 @@ class TorchBackend:
     # --- parameters as one flat vector ---
 
     def flatten(self, layout: Layout, params: list[Tensor], device: Device) -> Tensor:
-        flat = torch.zeros(layout.size, dtype=torch.float32, device=place_of(device))
+        flat = torch.zeros(layout.size, dtype=torch.float32, device=torch_device(device))
         for piece, param in zip(flat.split(layout.pieces)[::2], params, strict=True):
             piece.copy_(param.detach().reshape(-1))
         return flat
@@ -202,28 +177,28 @@ class TorchBackend:
         return [piece.view(shape) for piece, shape in zip(pieces, layout.shapes, strict=True)]
 
     def value_and_grad(
-        self, loss_sum: LossSum, layout: Layout, flat: Tensor, X: Tensor, y: Tensor, ready: Ready | None = None
+        self, loss_sum: LossSum, layout: Layout, flat: Tensor, X: Tensor, y: Tensor, on_ready: OnReady | None = None
     ) -> tuple[Tensor, Tensor]:
         params = [param.requires_grad_() for param in self.unflatten(layout, flat.detach())]  # same memory
         with plain_errors(flat.device.type):
             with span("forward"):
                 loss = loss_sum(params, X, y)
-            filling = Filling(layout, flat.device, ready) if ready else None
-            if filling:
+            vector = GradientVector(layout, flat.device, on_ready) if on_ready else None
+            if vector:
                 for number, param in enumerate(params):
-                    param.register_hook(partial(_put, filling, number))
+                    param.register_hook(partial(_put, vector, number))
             with span("backward"):
                 seed = _one(loss.dtype, loss.device) if loss.ndim == 0 else None
                 gradients = torch.autograd.grad(loss, params, seed, allow_unused=True, materialize_grads=True)
-        if filling:
-            return loss.detach(), filling.complete()
+        if vector:
+            return loss.detach(), vector.complete()
         pieces = [gradient.reshape(-1) for gradient in gradients]
         with_gaps = [piece for pair in zip(pieces, _gaps(layout, flat.device), strict=True) for piece in pair]
         return loss.detach(), torch.cat(with_gaps)
 
 
-def _put(filling: Filling, number: int, gradient: Tensor) -> None:
-    filling.put(number, gradient.reshape(-1))
+def _put(vector: GradientVector, number: int, gradient: Tensor) -> None:
+    vector.put(number, gradient.reshape(-1))
 
 
 @cache
@@ -260,20 +235,6 @@ def plain_errors(kind: str) -> Iterator[None]:
         ).with_traceback(problem.__traceback__) from None
 
 
-def one_intra_op_thread() -> None:
-    """The calling thread computes alone from now on, whatever others set for themselves."""
-    torch.get_num_threads()  # a thread takes over the number that was set last when it is first asked: now, not later
-    torch.set_num_threads(1)
-
-
-def start_thread(place: torch.device, stream: torch.cuda.Stream | None) -> None:
-    """Makes the calling thread one that works for a device."""
-    one_intra_op_thread()  # `session` puts the process-wide default back
-    if stream is not None:
-        torch.cuda.set_device(place)
-        torch.cuda.set_stream(stream)
-
-
 @cache  # one for all replicas
 def _compiled(function: Any) -> Any:
     import torch._dynamo.config as limits  # takes its time
@@ -281,42 +242,18 @@ def _compiled(function: Any) -> Any:
     # a function that was compiled for too many shapes would be run as it is, with other bits
     limits.recompile_limit = max(limits.recompile_limit, MAX_COMPILED)
     limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, MAX_COMPILED)
-    # no kernel is chosen by a stopwatch: another process would choose another, and get other bits
+    # no autotuning: another process would choose another kernel, and get other bits
     return torch.compile(function, dynamic=False, options={"deterministic": True})
 
 
-def use_tf32() -> None:
-    """Products of float32 numbers on a GPU are rounded to TensorFloat-32 from now on, until the session ends."""
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-    torch.backends.cudnn.conv.fp32_precision = "tf32"
-    torch.backends.cudnn.rnn.fp32_precision = "tf32"
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is launched on this device now is captured as a CUDA graph, and not run."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def is_recording(place: torch.device) -> bool:
-    """Whether what is asked of this device now is recorded, and not done."""
-    return place.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def place_of(device: Device) -> torch.device:
-    """Where PyTorch has this device; all logical CPU devices are one to it."""
+def torch_device(device: Device) -> torch.device:
+    """PyTorch's own name for a device; all logical CPU devices are one to it."""
     return torch.device("cpu") if device.kind == "cpu" else torch.device("cuda", device.number)
-
-
-def _set(undo: ExitStack, owner: Any, name: str, value: object) -> None:
-    """Sets `owner.name` until `undo` closes."""
-    undo.callback(setattr, owner, name, getattr(owner, name))
-    setattr(owner, name, value)
-
-
-def _with_precision() -> tuple[Any, ...]:
-    """The operations whose precision for float32 can be set."""
-    return (
-        torch.backends.cuda.matmul,
-        torch.backends.cudnn.conv,
-        torch.backends.cudnn.rnn,
-        torch.backends.mkldnn.matmul,
-        torch.backends.mkldnn.conv,
-    )
 
 
 BACKEND = TorchBackend()

@@ -13,30 +13,15 @@
 Which way is taken depends on shapes alone, never on a stopwatch: two runs must take the same.
 """
 
-import contextlib
-import ctypes
 import warnings
 from collections.abc import Callable
-from functools import cache
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 LANES = 16  # float32 numbers in the widest vectors
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of glibc's mallopt
-MB = 1 << 20
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-@cache
-def keep_freed_memory() -> None:
-    """From now on, memory that is freed stays with this process, as far as its C library can be asked for that."""
-    with contextlib.suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(M_MMAP_THRESHOLD, 32 * MB)
-        mallopt(M_TRIM_THRESHOLD, 512 * MB)
-        mallopt(M_TOP_PAD, 16 * MB)
 
 
 def scripted(function: Function) -> Function:
@@ -60,7 +45,7 @@ def channels_last(images: Tensor) -> Tensor:
     )
 
 
-class ConvReluPool2d(torch.autograd.Function):  # type: ignore[misc]
+class ConvReluPool2d(torch.autograd.Function):
     """(samples, channels, height, width), kernels, biases, the size of a pool -> what is left of the images."""
 
     @staticmethod

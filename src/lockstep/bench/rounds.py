@@ -17,7 +17,7 @@ EXCHANGE_NAMES = ("all_reduce", "sharded", "gather", "tree", "ring")
 
 def measure_model(work: Work, notes: list[str], names: list[str], num_trials: int, say: Say) -> Table:
     """The table of one model: a row for each of the contenders `names`, measured, or with its problem."""
-    from lockstep.runtime.process_group import LOOPBACK, interface_of, serve_store  # loads its framework
+    from lockstep.runtime.store import LOOPBACK, interface_of, serve_store  # loads its framework
 
     rows = {name: Row(name, CONTENDERS[name].about, problem=CONTENDERS[name].problem()) for name in names}
     running: dict[str, Running] = {}
@@ -68,7 +68,7 @@ def measure_exchanges(
     devices: list[Device], num_trials: int, say: Say, sizes: dict[int, int] | None = None
 ) -> list[Table]:
     """A table for each size of vector: our exchanges against all_reduce, between processes of this machine."""
-    from lockstep.runtime.process_group import LOOPBACK, interface_of, serve_store  # loads its framework
+    from lockstep.runtime.store import LOOPBACK, interface_of, serve_store  # loads its framework
 
     sizes, ranks = sizes or SIZES, list(dict.fromkeys(devices))
     if len(ranks) < 2 or devices[0].kind == "cpu":

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.config import RunConfig
-from lockstep.data import Dataset, load_dataset
-from lockstep.data.sources import Progress, no_progress
 from lockstep.core.device import Device
 from lockstep.core.errors import ConfigError
 from lockstep.core.layout import Array
 from lockstep.core.registry import pick
+from lockstep.data import Dataset, load_dataset
+from lockstep.data.sources import Progress, no_progress
 
 EVERY = 4  # a sequence for the transformer is an image's pixels, of every fourth row and column
 

@@ -4,11 +4,11 @@ import sys
 
 import typer
 
-from lockstep.cli.errors import is_said_elsewhere, leave
 from lockstep.cli.bench import bench
 from lockstep.cli.compare import compare
 from lockstep.cli.data import data
 from lockstep.cli.devices import devices
+from lockstep.cli.errors import is_reported_elsewhere, leave
 from lockstep.cli.evaluate import evaluate
 from lockstep.cli.train import train
 
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
     except Exception as error:
         if not hasattr(error, "format_message"):  # not a usage error of the command-line library
             raise
-        if is_said_elsewhere():
+        if is_reported_elsewhere():
             raise SystemExit(2) from None
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "lockstep"

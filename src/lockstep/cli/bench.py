@@ -2,17 +2,18 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from lockstep.cli import options
-from lockstep.cli.errors import plain_answers
+from lockstep.cli.errors import plain_errors
 
 
-@plain_answers
+@plain_errors
+@options.with_settings("devices", "data_dir")
 def bench(
-    devices: options.Devices = None,
+    *,
     models: Annotated[
         str, typer.Option(help="Models, with commas: lenet, mlp, resnet18, transformer.")
     ] = "lenet,resnet18,transformer",
@@ -36,14 +37,14 @@ def bench(
         "fp32"
     ),
     data: Annotated[str, typer.Option(help="The images: fashion-mnist or fashion-mnist-mini.")] = "fashion-mnist",
-    data_dir: options.DataDir = None,
-    settings: Annotated[
+    more: Annotated[
         list[str] | None,
         typer.Option("--set", help="More settings of our own run, like exchange=tree.", show_default=False),
     ] = None,
     exchanges: Annotated[bool, typer.Option(help="Measure the exchanges against all_reduce too.")] = True,
     out: Annotated[Path, typer.Option(help="Folder for the record and the picture.")] = Path("benchmarks/results"),
     json: options.Json = False,
+    **settings: Any,
 ) -> None:
     """Measure our step against the text's program, DistributedDataParallel, Fabric and Accelerate."""
     from lockstep.bench.record import Asked, save
@@ -53,7 +54,7 @@ def bench(
     from lockstep.report.runlog import to_json
 
     asked = Asked(
-        devices=devices,
+        devices=settings["devices"],
         models=models,
         only=only,
         num_trials=trials,
@@ -61,8 +62,8 @@ def bench(
         batch_size=batch_size,
         precision=precision,
         data=data,
-        data_dir=data_dir,
-        settings=parse_settings(settings or []),
+        data_dir=settings["data_dir"],
+        settings=parse_settings(more or []),
         exchanges=exchanges,
     )
     command = " ".join(["lockstep", *sys.argv[1:]])

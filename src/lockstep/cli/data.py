@@ -1,31 +1,33 @@
 """`lockstep data`: where each data set is; fetches or verifies it."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from lockstep.cli import options
-from lockstep.cli.errors import plain_answers
+from lockstep.cli.errors import plain_errors
 
 
-@plain_answers
+@plain_errors
+@options.with_settings("data_dir")
 def data(
     name: Annotated[
         str | None, typer.Argument(help="fashion-mnist, fashion-mnist-mini, or a .npz file.", show_default=False)
     ] = None,
     fetch: Annotated[bool, typer.Option("--fetch", help="Fetch it if it is not on this machine.")] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Read every byte and check it.")] = False,
-    data_dir: options.DataDir = None,
+    **settings: Any,
 ) -> None:
     """Show where the data sets are; with a name, fetch or verify one."""
+    from lockstep.core.errors import DataError
+    from lockstep.core.registry import pick
     from lockstep.data import DATASETS, load_dataset
     from lockstep.data.fashion_mnist import MINI
     from lockstep.data.sources import find_or_fetch, locate
-    from lockstep.core.errors import DataError
-    from lockstep.core.registry import pick
     from lockstep.report.console import fetch_progress
 
+    data_dir: Path | None = settings["data_dir"]
     if name is not None and not name.endswith(".npz"):
         pick(DATASETS, name, "data set (or .npz file)")
     for each in [name] if name else list(DATASETS):

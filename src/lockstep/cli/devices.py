@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lockstep.backends import BACKENDS, is_installed, load_backend
-from lockstep.cli.errors import plain_answers
+from lockstep.cli.errors import plain_errors
 from lockstep.core.errors import BackendError
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lockstep.core.device import Hardware
 
 
-@plain_answers
+@plain_errors
 def devices(
     backend: Annotated[
         str | None,
@@ -101,6 +101,6 @@ def _backend_table(found: "dict[str, Backend]") -> "Table":
     for name, backend in found.items():
         able = backend.capabilities
         gpus = f"{len(backend.hardware()) - 1} visible" if able.gpus else "cannot"
-        flags = (able.capture, "yes" if able.sees_random_draws else "no")
+        flags = (able.compiles, "yes" if able.sees_random_draws else "no")
         table.add_row(name, backend.version(), gpus, *flags, ", ".join(able.engines))
     return table

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, NoReturn
 
-from lockstep.core.errors import Interrupted, Late, LockstepError, RankError
-from lockstep.core.torchrun_env import place_of_this_process
-from lockstep.core.entry_points import user_traceback
+from lockstep.core.errors import Interrupted, LockstepError, RankError, RankTimeout
+from lockstep.core.source_lines import user_traceback
+from lockstep.core.torchrun_env import torchrun_env
 
 
-def plain_answers(command: Callable[..., None]) -> Callable[..., None]:
+def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
     """`command`, with errors as sentences. Exit status: 2 impossible, 1 failed, 130 interrupted."""
 
     @wraps(command)
@@ -20,13 +20,13 @@ def plain_answers(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(*args, **kwargs)
         except LockstepError as error:
-            if is_said_elsewhere() if error.is_said is None else error.is_said:
+            if is_reported_elsewhere() if error.is_reported is None else error.is_reported:
                 raise SystemExit(error.exit_status) from None
             cause = error.__cause__ if isinstance(error, RankError) else None
             trace = error.trace if cause is None else user_traceback(cause)
             if trace:
                 print(trace, file=sys.stderr)
-            if isinstance(error, Late):  # what hangs would keep the program, or fall with it
+            if isinstance(error, RankTimeout):  # what hangs would keep the program, or fall with it
                 print(f"lockstep: {error}.", file=sys.stderr, flush=True)
                 os._exit(error.exit_status)
             leave(str(error), error.exit_status)
@@ -42,15 +42,15 @@ def plain_answers(command: Callable[..., None]) -> Callable[..., None]:
     return answering
 
 
-def is_said_elsewhere() -> bool:
-    """Whether another process of the same torchrun has said already what is wrong: all of them find the same."""
-    place = place_of_this_process()
-    if place is None or place.size == 1:
+def is_reported_elsewhere() -> bool:
+    """Whether another process of the same torchrun has printed already what is wrong: all of them find the same."""
+    env = torchrun_env()
+    if env is None or env.size == 1:
         return False
-    from lockstep.training.torchrun import is_said, store_of  # loads its framework
+    from lockstep.training.torchrun import is_reported, store_of  # loads its framework
 
     try:
-        return is_said(store_of(place, 10.0))
+        return is_reported(store_of(env, 10.0))
     except LockstepError:
         return False
 

@@ -1,14 +1,14 @@
 """`lockstep evaluate`: the metrics of a finished run, on any devices."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from lockstep.cli import options
-from lockstep.cli.errors import plain_answers
+from lockstep.cli.errors import plain_errors
 
-Place = Annotated[
+EntryPoint = Annotated[
     str | None,
     typer.Option(
         help="The run's own code, package.file:function: it is not run because a file names it.", show_default=False
@@ -16,26 +16,31 @@ Place = Annotated[
 ]
 
 
-@plain_answers
+@plain_errors
+@options.with_settings("devices", "data_dir")
 def evaluate(
     run: Annotated[Path, typer.Argument(help="The folder of a finished run.", show_default=False)],
-    devices: options.Devices = None,
-    data_dir: options.DataDir = None,
     backend: Annotated[
         str | None, typer.Option(help="Another framework than the run was trained with.", show_default=False)
     ] = None,
-    model: Place = None,
-    data: Place = None,
-    loss: Place = None,
+    model: EntryPoint = None,
+    data: EntryPoint = None,
+    loss: EntryPoint = None,
     json: options.Json = False,
+    **settings: Any,
 ) -> None:
     """Evaluate a finished run on its test samples, each counted once."""
-    from lockstep.training.evaluate import evaluate_run
     from lockstep.report.console import fetch_progress
     from lockstep.report.runlog import to_json
+    from lockstep.training.evaluate_run import evaluate_run
 
-    places = {"model": model, "data": data, "loss": loss}
-    own = {what: place for what, place in places.items() if place is not None}
+    entry_points = {"model": model, "data": data, "loss": loss}
+    changed = {**settings, "backend": backend}
     with fetch_progress() as progress:
-        result = evaluate_run(run, devices, data_dir, backend, progress, own)
+        result = evaluate_run(
+            run,
+            changed={name: value for name, value in changed.items() if value is not None},
+            entry_points={what: name for what, name in entry_points.items() if name is not None},
+            progress=progress,
+        )
     typer.echo(to_json(result.summary()) if json else result.lines())

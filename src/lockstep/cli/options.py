@@ -1,58 +1,49 @@
-"""The options that several commands share."""
+"""Options of commands: the settings of a run, made from their fields in `config.py`, and a few that commands share."""
 
-from pathlib import Path
-from typing import Annotated
+import inspect
+from collections.abc import Callable
+from dataclasses import Field
+from typing import Annotated, Any, get_args
 
 import typer
 
-from lockstep.backends import BACKENDS
+from lockstep.config import TYPES, field_of, settings_in
+from lockstep.core.settings import help_of, option_of
 
-Devices = Annotated[
-    str | None,
-    typer.Option(
-        help="A number (GPUs if there are that many, else logical CPU devices), or a list: cpu:0,cpu:1 or "
-        "cuda:0,cuda:0. Without it: all GPUs, else a logical device for each core.",
-        show_default=False,
-    ),
-]
-Data = Annotated[
-    str,
-    typer.Option(
-        help="The data set: fashion-mnist, fashion-mnist-mini, a .npz file, or package.file:function, which gives "
-        "(X, y), ((X, y), (X_test, y_test)), a map-style data set or a pair of them."
-    ),
-]
-DataDir = Annotated[
-    Path | None, typer.Option(help="Folder with the data set's files, packed or not.", show_default=False)
-]
-Model = Annotated[
-    str,
-    typer.Option(
-        help="The model: lenet (in every framework), lenet-bn, mlp, resnet18, transformer, or "
-        "package.file:function, which makes a module."
-    ),
-]
-Epochs = Annotated[int, typer.Option(help="Passes over the data.")]
-Shards = Annotated[
-    int,
-    typer.Option(help="Parts that every batch is cut into. Changing it changes the bits; changing --devices does not."),
-]
-Seed = Annotated[int, typer.Option(help="Decides the starting weights, the order of samples, and dropout.")]
-Backend = Annotated[
-    str, typer.Option(help=f"The framework: {', '.join(BACKENDS)}. `lockstep devices` says which are here.")
-]
-Engine = Annotated[
-    str,
-    typer.Option(
-        help="Who runs the devices: inprocess, a thread for each; processes, a process for each (torchrun starts them "
-        "on several machines)."
-    ),
-]
-Exchange = Annotated[
-    str,
-    typer.Option(
-        help="The all-reduce: sharded, gather or tree. ring, and native (the framework's own, between processes), add "
-        "in an order of their own and do not keep the bits."
-    ),
-]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, nothing else.")]
+
+
+def with_settings(*options: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command an option for each of these settings of a run, or for all; they reach it as keyword arguments."""
+    chosen = [field_of(option) for option in options] or settings_in()
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = [p for p in inspect.signature(command).parameters.values() if p.kind != inspect.Parameter.VAR_KEYWORD]
+        first = [parameter for parameter in own if parameter.default is parameter.empty]
+        rest = [parameter for parameter in own if parameter.default is not parameter.empty]
+        parameters = [*first, *map(parameter_of, chosen), *rest]
+        command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+        )
+        return command
+
+    return decorate
+
+
+def parameter_of(each: "Field[Any]") -> inspect.Parameter:
+    """A setting as a parameter that the command-line library understands."""
+    name, kind = option_of(each), TYPES[each.name]
+    if str in get_args(kind):  # a number, or a list of devices
+        kind = str | None
+    flag = f"--{name.replace('_', '-')}"
+    if kind is bool:
+        flag = f"{flag}/--no-{name}" if each.default else flag
+    option = typer.Option(flag, help=help_of(each), show_default=each.default is not None)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=Annotated[kind, option]
+    )
+
+
+def config_settings(options: dict[str, Any]) -> dict[str, Any]:
+    """Options by the names that they have in `RunConfig`."""
+    return {field_of(option).name: value for option, value in options.items()}

@@ -8,8 +8,9 @@ LockstepError
 `- RunError        1  the run was started and failed
    |- RankError    1  ... on one rank, in one phase; the cause is `__cause__`
    |- OutOfMemory  1  ... because a shard does not fit into a device's memory; says which number of shards does
-   |- Late         1  ... because a thread of this process hangs
-   |- PeersLost    1  ... because other ranks are gone, or did not arrive in time
+   |- CaptureError 1  ... as a CUDA graph; it goes on eagerly, so users read the reason and never meet the error
+   |- RankTimeout  1  ... because a thread of this process hangs
+   |- PeerFailure  1  ... because other ranks are gone, or did not arrive in time
    `- Interrupted 130  ... because the user ended it
 """
 
@@ -19,7 +20,7 @@ class LockstepError(Exception):
 
     exit_status = 1
     trace = ""  # the user's own traceback, where it was another process's
-    is_said: bool | None = None  # another process has said it already; None: not known
+    is_reported: bool | None = None  # another process has printed it already; None: not known
 
 
 class ConfigError(LockstepError):
@@ -67,22 +68,27 @@ class OutOfMemory(RunError):
         )
 
 
-class NotRecorded(RunError):
-    """Steps cannot be recorded; they can be run as they are."""
+class CaptureError(RunError):
+    """Steps cannot be captured as a CUDA graph; they can be run eagerly."""
 
 
-class PeersLost(RunError):
+class PeerFailure(RunError):
     """Other ranks are gone, or did not arrive in time; this one could go on."""
 
-    is_late = False  # nobody is known to be gone
-    late: tuple[int, ...] = ()  # ranks that are known not to have come
+    timed_out = False  # nobody is known to be gone
+    stragglers: tuple[int, ...] = ()  # ranks that are known not to have arrived
 
 
-class Late(RunError):
-    """A thread of this process hangs, and nobody can end it but the process."""
+class RankTimeout(RunError):
+    """A thread of this process hangs, and only the end of the process ends it."""
 
 
 class Interrupted(RunError):
     """The user ended the run (Ctrl-C)."""
 
     exit_status = 130
+
+
+def first_line(problem: BaseException) -> str:
+    """The first line of an error's message, without its full stop; the error's kind where it has none."""
+    return (str(problem).splitlines() or [type(problem).__name__])[0].rstrip(".")

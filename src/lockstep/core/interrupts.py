@@ -13,8 +13,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class Interrupts:
     """While it is entered in the main thread, says whether the run is to stop."""
 
-    def __init__(self, says: bool = False, signals: Sequence[signal.Signals] = SIGNALS) -> None:
-        self._says, self._signals, self.requested = says, signals, False
+    def __init__(self, notify: bool = False, signals: Sequence[signal.Signals] = SIGNALS) -> None:
+        self._notify, self._signals, self.requested = notify, signals, False
 
     def __enter__(self) -> Self:
         is_main = threading.current_thread() is threading.main_thread()
@@ -32,5 +32,5 @@ class Interrupts:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
-        if self._says:
+        if self._notify:
             print("\nstopping after this step; once more ends it now", file=sys.stderr, flush=True)

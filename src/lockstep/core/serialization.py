@@ -19,11 +19,11 @@ KINDS = {
 }
 
 
-class NotPlain(TypeError):
+class NotSerializable(TypeError):
     """A tree holds something that is neither a plain value nor an array."""
 
 
-class Damaged(ValueError):
+class CorruptData(ValueError):
     """Bytes that no tree was packed into."""
 
 
@@ -44,24 +44,24 @@ def unpack(data: bytes, is_strict: bool = True) -> Any:
 
     >>> unpack(b"anything else")
     Traceback (most recent call last):
-    lockstep.core.serialization.Damaged: it is not a safetensors file
+    lockstep.core.serialization.CorruptData: it is not a safetensors file
     """
     try:
         arrays = load(data)
     except Exception as problem:  # the library has several kinds of error, and none of them matters
-        raise Damaged("it is not a safetensors file") from problem
+        raise CorruptData("it is not a safetensors file") from problem
     try:
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         inner = json.loads(header["__metadata__"][KEY])
         if inner["sha256"] != _sha256(inner["tree"], arrays):
-            raise Damaged("its SHA-256 is not that of what it holds")
+            raise CorruptData("its SHA-256 is not that of what it holds")
         tree = _tree(json.loads(inner["tree"]), arrays)
         if is_strict and pack(tree) != data:  # other spaces in the header, say
             raise ValueError("other bytes stand for the same")
-    except Damaged:
+    except CorruptData:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
-        raise Damaged("what it holds was not packed by Lockstep") from problem
+        raise CorruptData("what it holds was not packed by Lockstep") from problem
     return tree
 
 
@@ -82,7 +82,7 @@ def _plain(value: Any, path: str, arrays: dict[str, Array]) -> Any:
             return value
         case np.ndarray():
             if value.dtype.newbyteorder("<") not in KINDS:
-                raise NotPlain(f"{path or 'it'} is an array of {value.dtype}")
+                raise NotSerializable(f"{path or 'it'} is an array of {value.dtype}")
             name = path or "array"
             while name in arrays or name == "__metadata__":  # {"a/b": ..., "a": {"b": ...}}
                 name += "'"
@@ -98,7 +98,7 @@ def _plain(value: Any, path: str, arrays: dict[str, Array]) -> Any:
                 return {key: _plain(entry, f"{below}{key}", arrays) for key, entry in value.items()}
             if all(isinstance(key, (str, int)) for key in value):
                 return {"$pairs": [[key, _plain(entry, f"{below}{key!r}", arrays)] for key, entry in value.items()]}
-    raise NotPlain(f"{path or 'it'} is a {type(value).__name__}")
+    raise NotSerializable(f"{path or 'it'} is a {type(value).__name__}")
 
 
 def _tree(plain: Any, arrays: dict[str, Array]) -> Any:

@@ -4,8 +4,8 @@ import os
 from typing import NamedTuple
 
 
-class Place(NamedTuple):
-    """A process's place among those that torchrun started, from its environment."""
+class TorchrunEnv(NamedTuple):
+    """What torchrun says in the environment of a process that it started."""
 
     rank: int
     size: int
@@ -17,13 +17,13 @@ class Place(NamedTuple):
     is_restarted: bool
 
 
-def place_of_this_process() -> Place | None:
-    """Where torchrun has put this process; None where it was not started by torchrun."""
+def torchrun_env() -> TorchrunEnv | None:
+    """Torchrun's environment of this process; None where it was not started by torchrun."""
     env = os.environ
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or "RANK" not in env:
         return None
     restarts = env.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return Place(
+    return TorchrunEnv(
         rank=int(env["RANK"]),
         size=int(env["WORLD_SIZE"]),
         local_rank=int(env["LOCAL_RANK"]),
@@ -35,7 +35,7 @@ def place_of_this_process() -> Place | None:
     )
 
 
-def says_the_result() -> bool:
+def prints_result() -> bool:
     """Whether this process is the one of the run that prints: all of them come to the same result."""
-    place = place_of_this_process()
-    return place is None or place.rank == 0
+    env = torchrun_env()
+    return env is None or env.rank == 0

@@ -15,7 +15,7 @@ MAX_SPANS = 100_000  # of a rank, in whole: the first thousand steps or so
 WAIT = "wait"
 SHARED = ("data", "forward", "backward", "forward and backward")  # work that k devices share out
 REPEATED = "update"  # work that every device does for itself
-_HERE = threading.local()  # .trace: that of the rank which this thread works for
+_LOCAL = threading.local()  # .trace: that of the rank which this thread works for
 
 
 class Span(NamedTuple):
@@ -37,13 +37,13 @@ class Trace:
         self._since = 0.0
 
     @cached_property
-    def beside(self) -> "Trace":
+    def exchange(self) -> "Trace":
         """Of the thread that exchanges while the rank computes."""
         return Trace()
 
     def start_step(self, step: int) -> None:
         """What comes next belongs to this step."""
-        self.step = self.beside.step = step
+        self.step = self.exchange.step = step
 
     def enter(self, name: str) -> None:
         """From now on, the rank does this."""
@@ -63,27 +63,27 @@ class Trace:
 
 
 @contextmanager
-def traced(trace: Trace | None, settle: Callable[[], None] | None = None) -> Iterator[None]:
-    """While it is entered, spans of this thread go to `trace`. `settle` waits for what was asked of a device."""
-    _HERE.trace, _HERE.settle = trace, settle
+def traced(trace: Trace | None, synchronize: Callable[[], None] | None = None) -> Iterator[None]:
+    """While it is entered, spans of this thread go to `trace`. `synchronize` waits for the rank's device."""
+    _LOCAL.trace, _LOCAL.synchronize = trace, synchronize
     try:
         yield
     finally:
-        _HERE.trace = None
+        _LOCAL.trace = None
 
 
 @contextmanager
 def span(name: str) -> Iterator[None]:
     """What the calling thread does meanwhile is called `name`."""
-    trace: Trace | None = getattr(_HERE, "trace", None)
+    trace: Trace | None = getattr(_LOCAL, "trace", None)
     if trace is None:
         yield
         return
     trace.enter(name)
     try:
         yield
-        if _HERE.settle is not None:
-            _HERE.settle()
+        if _LOCAL.synchronize is not None:
+            _LOCAL.synchronize()
     finally:
         trace.leave()
 
@@ -99,18 +99,18 @@ def with_waits(spans: Sequence[Span]) -> list[Span]:
 
 
 def chrome_trace(
-    ranks: Sequence[Sequence[Span]], beside: Sequence[Sequence[Span]], devices: Sequence[str]
+    ranks: Sequence[Sequence[Span]], exchanges: Sequence[Sequence[Span]], devices: Sequence[str]
 ) -> list[dict[str, Any]]:
     """The spans of all ranks as Chrome and Perfetto read them: a row for each rank, times in microseconds.
 
-    Where something is exchanged beside a rank's work, that is the row below.
+    An exchange that overlaps with a rank's work is the row below.
     """
     rows = [
         row
         for rank, device in enumerate(devices)
         for row in (
             (f"rank {rank} ({device})", with_waits(ranks[rank])),
-            (f"rank {rank}, exchange beside it", beside[rank]),
+            (f"rank {rank}, overlapped exchange", exchanges[rank]),
         )
         if row[1]
     ]

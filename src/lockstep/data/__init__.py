@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
+from lockstep.core.errors import DataError
+from lockstep.core.registry import pick
 from lockstep.data.dataset import Dataset
 from lockstep.data.fashion_mnist import read_folder, read_mini
 from lockstep.data.npz import read_npz
 from lockstep.data.sources import Progress, find_or_fetch, no_progress
-from lockstep.core.errors import DataError
-from lockstep.core.registry import pick
 
 __all__ = ["DATASETS", "Dataset", "load_dataset"]
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.data.dataset import Dataset, Nested, leaves_of
 from lockstep.core.errors import DataError
 from lockstep.core.layout import Array
+from lockstep.data.dataset import Dataset, Nested, leaves_of
 
 
 def dataset_of_arrays(data: Any, name: str) -> Dataset:

@@ -5,11 +5,11 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+from lockstep.core.errors import DataError
+from lockstep.core.layout import Array
 from lockstep.data.dataset import Dataset, checked_dataset
 from lockstep.data.idx import check_labels, parse_idx, unpack
 from lockstep.data.npz import read_npz
-from lockstep.core.errors import DataError
-from lockstep.core.layout import Array
 
 MINI = Path(__file__).with_name("fashion-mnist-mini.npz")
 NUM_CLASSES = 10

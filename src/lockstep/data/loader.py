@@ -16,28 +16,28 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset, default_collate
 
-from lockstep.backends.torch import place_of
-from lockstep.data.dataset import leaves_of, map_leaves
-from lockstep.runtime import Batch, Engine
+from lockstep.backends.torch import torch_device
 from lockstep.core.child_process import die_with
 from lockstep.core.errors import DataError, RunError
 from lockstep.core.layout import Array
-from lockstep.replicas.keyed_random import AUGMENTATION, random_numbers_of
-from lockstep.core.entry_points import user_source_line
-from lockstep.data.resident import Split
+from lockstep.core.random import AUGMENTATION
+from lockstep.core.source_lines import user_source_line
+from lockstep.data.batch import Batch, DeviceMemory, Split
+from lockstep.data.dataset import leaves_of, map_leaves
+from lockstep.data.seeded import seeded
 from lockstep.partition.ranks import split_over_ranks
 
 PREFETCH = 4  # shards that a worker loads ahead
 
 
-class Wanted(NamedTuple):
+class ShardRequest(NamedTuple):
     """A shard to load."""
 
     epoch: int
     samples: list[int]
 
 
-class Failed(NamedTuple):
+class LoadFailure(NamedTuple):
     """What went wrong with a sample; an exception would lose the user's line on its way between processes."""
 
     sample: int
@@ -67,7 +67,7 @@ def check_keyed(data: Any, what: str, seed: int) -> None:
     """Refuses a data set that draws from random numbers of its own: who loads a sample would then change it."""
     twice = []
     for _ in range(2):
-        with random_numbers_of(seed, 0, 0, AUGMENTATION):
+        with seeded(seed, 0, 0, AUGMENTATION):
             try:
                 twice.append(leaves_of(default_collate([tuple(data[0])])))
             except Exception:  # said when it is loaded in earnest, with the sample and the line
@@ -92,13 +92,13 @@ class Loader:
 
     in_memory = False
 
-    def __init__(self, engine: Engine, data: Any, what: str, seed: int, num_workers: int) -> None:
-        self._engine, self._what = engine, what
+    def __init__(self, memory: DeviceMemory, data: Any, what: str, seed: int, num_workers: int) -> None:
+        self._memory, self._what = memory, what
         self.num_samples = len(data)
-        self._shards, self._wanted = Shards(data, seed), WantedShards()
+        self._shards, self._sampler = ShardDataset(data, seed), RequestSampler()
         self._loader = DataLoader(
             self._shards,
-            sampler=self._wanted,
+            sampler=self._sampler,
             batch_size=None,  # a shard is one item
             num_workers=num_workers,
             prefetch_factor=PREFETCH if num_workers else None,
@@ -112,8 +112,8 @@ class Loader:
         numbers = order.tolist()
         parts = [numbers[first : first + batch_size] for first in range(0, len(numbers), batch_size)]
         own = [self._own(split(len(part))) for part in parts]
-        self._wanted.shards = [
-            Wanted(epoch, part[shard.start : shard.stop])
+        self._sampler.requests = [
+            ShardRequest(epoch, part[shard.start : shard.stop])
             for part, shards in zip(parts, own, strict=True)
             for shard in shards
         ]
@@ -130,13 +130,13 @@ class Loader:
             def fetch(
                 rank: int, start: int, stop: int, part: list[int] = part, shards: dict[int, Any] = shards
             ) -> tuple[Any, Any]:
-                place = place_of(self._engine.devices[rank])
+                device = torch_device(self._memory.devices[rank])
                 if start not in shards:  # it was another process's before shards moved
-                    shards[start] = self._checked(self._shards[Wanted(epoch, part[start:stop])])
+                    shards[start] = self._checked(self._shards[ShardRequest(epoch, part[start:stop])])
 
                 def put(tensor: torch.Tensor) -> torch.Tensor:
-                    kind = torch.float32 if tensor.dtype == torch.float64 else tensor.dtype  # as arrays are taken
-                    return tensor[: stop - start].to(place, kind, copy=True)
+                    dtype = torch.float32 if tensor.dtype == torch.float64 else tensor.dtype  # as arrays are taken
+                    return tensor[: stop - start].to(device, dtype, copy=True)
 
                 X, y = map_leaves(shards[start], put)
                 return X, y
@@ -145,8 +145,8 @@ class Loader:
 
     def _own(self, shards: list[range]) -> list[range]:
         """The shards that ranks of this process get, as a rule."""
-        ranges = split_over_ranks(len(shards), self._engine.num_ranks)
-        return [shards[number] for rank in self._engine.local_ranks for number in ranges[rank]]
+        ranges = split_over_ranks(len(shards), self._memory.num_ranks)
+        return [shards[number] for rank in self._memory.local_ranks for number in ranges[rank]]
 
     def _next(self, loaded: Iterator[Any]) -> Any:
         try:
@@ -156,7 +156,7 @@ class Loader:
         return self._checked(shard)
 
     def _checked(self, shard: Any) -> Any:
-        if isinstance(shard, Failed):
+        if isinstance(shard, LoadFailure):
             at = f" (at {shard.where})" if shard.where else ""
             raise RunError(f"Sample {shard.sample} of the {self._what} data cannot be loaded: {shard.said}{at}")
         return shard
@@ -179,39 +179,39 @@ def _die_with(parent: int, worker: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it may go to all processes of the run, which then saves and stops
 
 
-class WantedShards(Sampler[Wanted]):
+class RequestSampler(Sampler[ShardRequest]):
     """The shards of an epoch, in the order in which they are needed."""
 
     def __init__(self) -> None:
-        self.shards: list[Wanted] = []
+        self.requests: list[ShardRequest] = []
 
-    def __iter__(self) -> Iterator[Wanted]:
-        return iter(self.shards)
+    def __iter__(self) -> Iterator[ShardRequest]:
+        return iter(self.requests)
 
     def __len__(self) -> int:
-        return len(self.shards)
+        return len(self.requests)
 
 
-class Shards:
+class ShardDataset:
     """A data set of shards: what `DataLoader` sees."""
 
     def __init__(self, data: Any, seed: int) -> None:
         self._data, self._seed = data, seed
 
-    def __getitem__(self, wanted: Wanted) -> Any:
+    def __getitem__(self, request: ShardRequest) -> Any:
         samples = []
-        for number in wanted.samples:
-            with random_numbers_of(self._seed, wanted.epoch, number, AUGMENTATION):
+        for number in request.samples:
+            with seeded(self._seed, request.epoch, number, AUGMENTATION):
                 try:
                     samples.append(self._pair(number))
                 except Exception as problem:
-                    return Failed(number, _sentence(problem), user_source_line(problem))
+                    return LoadFailure(number, _sentence(problem), user_source_line(problem))
         try:
             return default_collate(samples)
         except Exception as problem:
             shapes = sorted({str([tuple(np.shape(leaf)) for leaf in leaves_of(sample)]) for sample in samples})
             apart = f"shapes {' and '.join(shapes[:2])}" if len(shapes) > 1 else _sentence(problem)
-            return Failed(wanted.samples[0], f"it does not go together with others in a shard: {apart}", "")
+            return LoadFailure(request.samples[0], f"it does not go together with others in a shard: {apart}", "")
 
     def _pair(self, number: int) -> Any:
         sample = self._data[number]

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from lockstep.data.dataset import Dataset, checked_dataset
 from lockstep.core.errors import DataError
 from lockstep.core.layout import Array
+from lockstep.data.dataset import Dataset, checked_dataset
 
 NAMES = ("X_train", "y_train", "X_test", "y_test")
 

@@ -1,16 +1,9 @@
-"""The keyed order of samples: a function of (seed, epoch) alone, never of what was drawn before.
-
-`RandomState` is numpy's frozen generator: its streams are the same in every version; `default_rng` does not promise it.
-"""
+"""The order of samples in an epoch: a function of (seed, epoch) alone."""
 
 import numpy as np
 
 from lockstep.core.layout import Array
-
-
-def keyed_random(*key: int) -> np.random.RandomState:
-    """Random numbers that depend on `key` only; each entry from 0 to 2**32 - 1."""
-    return np.random.RandomState(list(key))
+from lockstep.core.random import keyed_random
 
 
 def sample_order(seed: int, epoch: int, num_samples: int) -> Array:

@@ -1,117 +1,96 @@
-"""Samples within reach of every rank, and batches of them."""
+"""Samples that stay on the devices: a batch is a list of sample numbers, and a shard is gathered where it is needed."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from lockstep.backends import Tensor
-from lockstep.data.dataset import leaves_of, map_leaves
-from lockstep.runtime import Batch, Engine
-from lockstep.core.errors import RunError
 from lockstep.core.layout import Array
+from lockstep.data.batch import Batch, DeviceMemory, Split, StaticBatch
+from lockstep.data.dataset import leaves_of, map_leaves
 
 ALIGNED = 256  # bytes: no kernel asks for more
-Split = Callable[[int], list[range]]  # samples of a batch -> its shards
 
 
-class Feed(Protocol):
-    """Where batches come from."""
-
-    num_samples: int
-    in_memory: bool  # a batch may be as large as all samples: nothing is loaded before it is fetched
-
-    def batches(self, order: Array, batch_size: int, split: Split, epoch: int) -> Iterator[Batch]:
-        """The samples in `order`, in batches; a rank will fetch the shards that `split` makes of each."""
-        ...
-
-    def close(self) -> None:
-        """Ends what was started to load samples."""
-        ...
-
-
-@contextmanager
-def lost_loaders() -> Iterator[None]:
-    """Says in a sentence that a process which loads samples has died: the news may come at any line of this thread."""
-    try:
-        yield
-    except RuntimeError as problem:
-        if "DataLoader worker" not in str(problem):
-            raise
-        said = str(problem).partition(". ")[0]
-        raise RunError(
-            f"The data cannot be loaded: {said}. It was killed, ended itself, or ran out of memory: use fewer "
-            f"processes (--workers), or none to see more (--workers 0)."
-        ) from problem
-
-
-class Samples:
-    """Placed once on each device; a batch is then a list of sample numbers, and a shard is gathered where needed."""
+class ResidentData:
+    """Samples placed once on each device."""
 
     in_memory = True
 
-    def __init__(self, engine: Engine, X: Any, y: Any, compiles: bool = False) -> None:
-        self._engine, self.num_samples = engine, len(leaves_of(X)[0])
-        self._take = engine.backend.capture(engine.backend.take) if compiles else engine.backend.take
-        self._windows: dict[int, list[Tensor]] = {}
-        self._whole: dict[int, Tensor] = {}  # samples of the batch that is being recorded, by what they are from
-        placed = {id(array): engine.place(array) for array in leaves_of((X, y))}
-        self._bytes = {id(placed[id(array)][0]): bytes_of_sample(array) for array in leaves_of((X, y))}
+    def __init__(self, memory: DeviceMemory, X: Any, y: Any, compiles: bool = False) -> None:
+        self._memory, self.num_samples = memory, len(leaves_of(X)[0])
+        self._take = memory.backend.compile(memory.backend.take) if compiles else memory.backend.take
+        self._static: dict[int, StaticSamples] = {}  # by the size of the batch
+        placed = {id(array): memory.place(array) for array in leaves_of((X, y))}
+        self._sample_bytes = {id(placed[id(array)][0]): bytes_of_sample(array) for array in leaves_of((X, y))}
         self._of_rank = [
-            map_leaves((X, y), partial(_of_rank, placed, number)) for number in range(len(engine.local_ranks))
+            map_leaves((X, y), partial(_of_rank, placed, number)) for number in range(len(memory.local_ranks))
         ]
 
     def batches(self, order: Array, batch_size: int, split: Split, epoch: int = 0) -> Iterator[Batch]:
-        backend, places = self._engine.backend, self._engine.place(order)
+        orders = self._memory.place(order)
         for first in range(0, len(order), batch_size):
             size = min(batch_size, len(order) - first)
 
-            def refill(first: int = first, size: int = size) -> None:
-                """Puts the numbers of the batch's samples where a recording looks for them."""
-                backend.assign(self._window(size)[0], backend.chunk(places[0], first, first + size))
+            def fetch(rank: int, start: int, stop: int, first: int = first) -> tuple[Any, Any]:
+                number = self._memory.local_ranks.index(rank)
+                own = self._memory.backend.chunk(orders[number], first + start, first + stop)
+                X, y = map_leaves(self._of_rank[number], lambda tensor: self._take(tensor, own, 0, stop - start))
+                return X, y
 
-            def fetch(rank: int, start: int, stop: int, first: int = first, size: int = size) -> tuple[Any, Any]:
-                number = self._engine.local_ranks.index(rank)
-                if self._engine.is_recording:
-                    return self._cut(size, start, stop)
-                return self._gathered(number, places[number], first + start, first + stop)
+            def fill(first: int = first, size: int = size) -> None:
+                self._static_samples(size).fill(self._memory.backend.chunk(orders[0], first, first + size))
 
             def gather(size: int = size) -> None:
-                window = self._window(size)[0]
-                self._whole = {id(data): self._take(data, window, 0, size) for data in leaves_of(self._of_rank[0])}
+                self._static_samples(size).gather()
 
-            yield Batch(size, fetch, refill, gather)
+            def fetch_static(rank: int, start: int, stop: int, size: int = size) -> tuple[Any, Any]:
+                return self._static_samples(size).fetch(start, stop)
 
-    def _gathered(self, number: int, order: Tensor, start: int, stop: int) -> tuple[Any, Any]:
-        own = self._engine.backend.chunk(order, start, stop)
-        X, y = map_leaves(self._of_rank[number], lambda tensor: self._take(tensor, own, 0, stop - start))
-        return X, y
+            yield Batch(size, fetch, StaticBatch(fill, gather, fetch_static))
 
-    def _cut(self, size: int, start: int, stop: int) -> tuple[Any, Any]:
-        """Samples of the batch that was gathered; gathered once more where they would lie otherwise than by themselves.
-
-        A kernel may be another one for memory that is not aligned.
-        """
-        backend, window = self._engine.backend, self._window(size)[0]
-
-        def cut(data: Tensor) -> Tensor:
-            if start * self._bytes[id(data)] % ALIGNED == 0:
-                return backend.chunk(self._whole[id(data)], start, stop)
-            return self._take(data, backend.chunk(window, start, stop), 0, stop - start)
-
-        X, y = map_leaves(self._of_rank[0], cut)
-        return X, y
-
-    def _window(self, size: int) -> list[Tensor]:
-        """For each local rank, the numbers of the samples of a batch of this size; all ranks are on one device."""
-        if size not in self._windows:
-            self._windows[size] = self._engine.place(np.zeros(size, np.int64))
-        return self._windows[size]
+    def _static_samples(self, size: int) -> "StaticSamples":
+        if size not in self._static:
+            self._static[size] = StaticSamples(self, size)
+        return self._static[size]
 
     def close(self) -> None:
         """Nothing was started."""
+
+
+class StaticSamples:
+    """The samples of a batch of one size, gathered from sample numbers in memory that stays in place."""
+
+    def __init__(self, data: ResidentData, size: int) -> None:
+        self._backend, self._take = data._memory.backend, data._take
+        self._data, self._sample_bytes = data._of_rank[0], data._sample_bytes
+        self._numbers = data._memory.place(np.zeros(size, np.int64))[0]
+        self._gathered: dict[int, Tensor] = {}  # by what they are from
+
+    def fill(self, numbers: Tensor) -> None:
+        """Sets the numbers of the samples."""
+        self._backend.assign(self._numbers, numbers)
+
+    def gather(self) -> None:
+        """Gathers all samples of the batch at once."""
+        size = len(self._numbers)
+        self._gathered = {id(data): self._take(data, self._numbers, 0, size) for data in leaves_of(self._data)}
+
+    def fetch(self, start: int, stop: int) -> tuple[Any, Any]:
+        """Some of the gathered samples; gathered once more where a slice would be aligned otherwise than a new tensor.
+
+        A kernel may be another one for memory that is not aligned.
+        """
+
+        def cut(data: Tensor) -> Tensor:
+            if start * self._sample_bytes[id(data)] % ALIGNED == 0:
+                return self._backend.chunk(self._gathered[id(data)], start, stop)
+            return self._take(data, self._backend.chunk(self._numbers, start, stop), 0, stop - start)
+
+        X, y = map_leaves(self._data, cut)
+        return X, y
 
 
 def bytes_of_sample(array: Array) -> int:

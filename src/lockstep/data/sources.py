@@ -19,8 +19,8 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-from lockstep.data.fashion_mnist import FILES, IdxFile, find_in, read_verified
 from lockstep.core.errors import DataError
+from lockstep.data.fashion_mnist import FILES, IdxFile, find_in, read_verified
 
 SYSTEM_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 DEBIAN_PACKAGE = "dataset-fashion-mnist"

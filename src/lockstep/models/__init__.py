@@ -1,6 +1,6 @@
 """Models by name."""
 
-from lockstep.models.lenet import LENET
+from lockstep.models.lenet_cropped import LENET
 from lockstep.models.model import BuiltIn, CrossEntropySum, Forward, Model
 
 __all__ = ["MODELS", "BuiltIn", "CrossEntropySum", "Forward", "Model"]

@@ -1,7 +1,7 @@
 """What the models for images need to know about a data set."""
 
-from lockstep.data import Dataset
 from lockstep.core.errors import ConfigError
+from lockstep.data import Dataset
 
 
 def image_shape(data: Dataset, model: str, smallest: int = 1) -> tuple[int, int, int]:

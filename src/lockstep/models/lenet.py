@@ -3,23 +3,21 @@
 import numpy as np
 
 from lockstep.backends import Tensor, backend_of
-from lockstep.data.order import keyed_random
 from lockstep.core.errors import ConfigError
 from lockstep.core.layout import Array
-from lockstep.models.model import Model
+from lockstep.core.random import keyed_random
 
 SHAPES = {
-    "W1": (20, 1, 3, 3),  # 26x26 -> 24x24, pooled to 12x12
+    "W1": (20, 1, 3, 3),  # 28x28 -> 26x26, pooled to 13x13
     "b1": (20,),
-    "W2": (50, 20, 5, 5),  # 12x12 -> 8x8, pooled to 4x4
+    "W2": (50, 20, 5, 5),  # 13x13 -> 9x9, pooled to 4x4
     "b2": (50,),
     "W3": (800, 128),
     "b3": (128,),
     "W4": (128, 10),
     "b4": (10,),
 }
-
-SEEN = 26  # of 28 rows and columns: pooling 9x9 to 4x4 leaves out one of each, and with it what only it has seen
+IMAGE = (1, 28, 28)
 
 
 def init_lenet(seed: int) -> dict[str, Array]:
@@ -41,18 +39,37 @@ def lenet(X: Tensor, params: list[Tensor]) -> Tensor:
     >>> lenet(np.ones((3, 1, 28, 28), np.float32), list(init_lenet(seed=0).values())).shape
     (3, 10)
     """
+    return lenet_layers(checked_images(X), checked_params(params))
+
+
+def lenet_layers(X: Tensor, params: list[Tensor]) -> Tensor:
+    """The network itself."""
     ops = backend_of(X).ops
-    if len(params) != len(SHAPES):
-        raise ConfigError(
-            f"lenet takes {len(SHAPES)} parameters ({', '.join(SHAPES)}), and got {len(params)}. "
-            f"For a model of your own, name its function: net=..."
-        )
     W1, b1, W2, b2, W3, b3, W4, b4 = params
-    X = X[:, :, :SEEN, :SEEN]
     h1 = ops.conv_relu_pool2d(X, W1, b1, 2)
     h2 = ops.conv_relu_pool2d(h1, W2, b2, 2)
     h3 = ops.relu(ops.linear(ops.flatten(h2), W3, b3))
     return ops.linear(h3, W4, b4)
 
 
-LENET = Model("lenet", init_lenet, lenet, sample_shape=(1, 28, 28), num_classes=10)
+def checked_images(X: Tensor) -> Tensor:
+    """Images of the shape that LeNet takes; those without a channel dimension get one."""
+    shape = tuple(X.shape[1:])
+    if shape not in (IMAGE, IMAGE[1:]):
+        raise ConfigError(
+            f"lenet takes images of shape (samples, 1, 28, 28), and got {tuple(X.shape)}. Resize them, or use another "
+            f"model."
+        )
+    if "int" in str(X.dtype):
+        raise ConfigError(f"lenet takes images of floats from 0 to 1, and got {X.dtype}. Divide bytes by 255.")
+    return X if shape == IMAGE else X.reshape(len(X), *IMAGE)
+
+
+def checked_params(params: list[Tensor]) -> list[Tensor]:
+    """The parameters, once there are as many as LeNet has."""
+    if len(params) != len(SHAPES):
+        raise ConfigError(
+            f"lenet takes {len(SHAPES)} parameters ({', '.join(SHAPES)}), and got {len(params)}. "
+            f"For a model of your own, name its function: net=..."
+        )
+    return params

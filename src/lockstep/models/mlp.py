@@ -4,8 +4,8 @@ import math
 
 from torch import Tensor, nn
 
-from lockstep.data import Dataset
 from lockstep.core.errors import ConfigError
+from lockstep.data import Dataset
 from lockstep.models.images import check_labels
 
 

@@ -1,14 +1,14 @@
 """What a model is to Lockstep: numbers to start from, and a function of samples and parameters."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from lockstep.backends import Tensor, backend_of
-from lockstep.data import Dataset
+from lockstep.core.entry_points import load_entry_point
 from lockstep.core.errors import ConfigError
 from lockstep.core.layout import Array
-from lockstep.core.entry_points import load_named
+from lockstep.data import Dataset
 
 Forward = Callable[[Tensor, list[Tensor]], Tensor]  # (X, params) -> one row of class scores for each sample
 
@@ -23,14 +23,18 @@ class Model:
     sample_shape: tuple[int, ...]
     num_classes: int
 
-    def check(self, data: Dataset) -> None:
-        """Refuses a data set that the model cannot take."""
-        if data.sample_shape is None:
+    def checked(self, data: Dataset) -> Dataset:
+        """The data set, once the model can take it; images without a channel dimension get one."""
+        shape = data.sample_shape
+        if shape is None:
             raise ConfigError(f"{self.name} takes one array of samples, and those of {data.name} have several parts.")
-        if data.sample_shape != self.sample_shape:
+        if (1, *shape) == self.sample_shape:
+            X_train, X_test = (X if X is None else X[:, None] for X in (data.X_train, data.X_test))
+            data = replace(data, X_train=X_train, X_test=X_test)
+        elif shape != self.sample_shape:
             raise ConfigError(
                 f"{self.name} takes samples of shape {_times(self.sample_shape)}, and those of {data.name} have "
-                f"{_times(data.sample_shape)}. Resize the data, or use another model."
+                f"{_times(shape)}. Resize the data, or use another model."
             )
         for y in (data.y_train, data.y_test):
             if y is not None and (
@@ -44,20 +48,21 @@ class Model:
                 f"{self.name} tells {self.num_classes} classes apart, and {data.name} has labels up to "
                 f"{data.num_classes - 1}."
             )
+        return data
 
 
 class BuiltIn(NamedTuple):
-    """A model that is a module of one framework: the place of a function that makes it for a data set."""
+    """A model that is a module of one framework: the entry point of a function that makes it for a data set."""
 
-    place: str
+    entry_point: str
 
     def load(self) -> Callable[[Dataset], Any]:
         """The function."""
-        function: Callable[[Dataset], Any] = load_named(self.place, "model")
+        function: Callable[[Dataset], Any] = load_entry_point(self.entry_point, "model")
         return function
 
 
-@dataclass(frozen=True)  # equal for equal models, so that who captures it captures it once
+@dataclass(frozen=True)  # equal for equal models, so that it is compiled once
 class CrossEntropySum:
     """The loss of a model: softmax cross-entropy, summed (never averaged) over the samples."""
 

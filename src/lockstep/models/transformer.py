@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lockstep.data import Dataset
 from lockstep.core.errors import ConfigError
+from lockstep.data import Dataset
 
 
 class Block(nn.Module):

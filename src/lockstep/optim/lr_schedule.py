@@ -1,10 +1,10 @@
-"""How the learning rate goes over the run: a warm-up, then constant, a cosine, or a straight line."""
+"""Learning-rate schedules: a linear warm-up, then constant, cosine or linear."""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-SCHEDULES: dict[str, Callable[[float], float]] = {  # part of the run after the warm-up, 0 to 1 -> factor
+SCHEDULES: dict[str, Callable[[float], float]] = {  # fraction of the run after the warm-up, 0 to 1 -> factor
     "constant": lambda part: 1.0,
     "cosine": lambda part: (1 + math.cos(math.pi * part)) / 2,
     "linear": lambda part: 1 - part,
@@ -12,19 +12,19 @@ SCHEDULES: dict[str, Callable[[float], float]] = {  # part of the run after the 
 
 
 @dataclass(frozen=True)
-class Rates:
+class LRSchedule:
     """What the learning rate is multiplied with in each step.
 
-    >>> rates = Rates("cosine", warmup=2, num_steps=6)
-    >>> [round(rates.factor(step), 2) for step in range(1, 7)]
+    >>> schedule = LRSchedule("cosine", warmup=2, num_steps=6)
+    >>> [round(schedule.factor(step), 2) for step in range(1, 7)]
     [0.5, 1.0, 1.0, 0.85, 0.5, 0.15]
     """
 
     schedule: str = "constant"
-    warmup: int = 0  # steps in which the rate grows in a straight line to its full value
+    warmup: int = 0  # steps in which the learning rate grows linearly to its full value
     num_steps: int = 1  # of the whole run
 
-    def stays(self, step: int) -> bool:
+    def is_constant_from(self, step: int) -> bool:
         """Whether the factor is the same from step number `step` on."""
         return self.schedule == "constant" and step >= self.warmup
 

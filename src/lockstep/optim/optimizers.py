@@ -10,11 +10,11 @@ from typing import ClassVar, Protocol
 
 from lockstep.backends import Tensor
 
-State = tuple[Tensor, ...]  # what a rule remembers from step to step
+State = tuple[Tensor, ...]  # momentum and such, kept from step to step
 
 
-class Rule(Protocol):
-    """Parameters and memory after step number `step` (from 1 on), the learning rate being multiplied by `factor`."""
+class Optimizer(Protocol):
+    """Parameters and state after step number `step` (from 1 on), the learning rate being multiplied by `factor`."""
 
     counts_steps: ClassVar[bool]  # whether the number of the step changes what it does
 
@@ -76,8 +76,8 @@ class Adam:
         return parameters - (rate / (1 - self.beta1**step)) * (mean / root), (mean, square)
 
 
-# --optimizer NAME -> the rule for (learning rate, momentum, weight decay)
-RULES: dict[str, Callable[[float, float, float], Rule]] = {
+# --optimizer NAME -> the optimizer for (learning rate, momentum, weight decay)
+OPTIMIZERS: dict[str, Callable[[float, float, float], Optimizer]] = {
     "sgd": Sgd,
     "adam": lambda rate, momentum, decay: Adam(rate, decay),
     "adamw": lambda rate, momentum, decay: Adam(rate, decay, decoupled=True),
@@ -85,7 +85,7 @@ RULES: dict[str, Callable[[float, float, float], Rule]] = {
 
 
 def clipped(gradient: Tensor, clip_norm: float | None) -> Tensor:
-    """The gradient, made shorter where its norm is larger than `clip_norm`."""
+    """The gradient, scaled down to the norm `clip_norm` where its norm is larger."""
     if clip_norm is None:
         return gradient
     norm = float((gradient * gradient).sum() ** 0.5)

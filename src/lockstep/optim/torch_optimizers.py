@@ -2,32 +2,43 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from lockstep.config import RunConfig
-from lockstep.core.errors import ConfigError
 from lockstep.core.entry_points import OWN
+from lockstep.core.errors import ConfigError
 from lockstep.core.registry import pick
 
 MakeOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
-OPTIMIZERS: dict[str, Callable[[list[nn.Parameter], RunConfig], torch.optim.Optimizer]] = {
-    "sgd": lambda params, config: torch.optim.SGD(
-        params, config.learning_rate, momentum=config.momentum, weight_decay=config.weight_decay
+
+class OptimizerSettings(NamedTuple):
+    """The settings of an optimizer that is chosen by name."""
+
+    learning_rate: float | None
+    momentum: float
+    weight_decay: float
+
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter], OptimizerSettings], torch.optim.Optimizer]] = {
+    "sgd": lambda params, its: torch.optim.SGD(
+        params, its.learning_rate, momentum=its.momentum, weight_decay=its.weight_decay
     ),
-    "adam": lambda params, config: torch.optim.Adam(params, config.learning_rate, weight_decay=config.weight_decay),
-    "adamw": lambda params, config: torch.optim.AdamW(params, config.learning_rate, weight_decay=config.weight_decay),
+    "adam": lambda params, its: torch.optim.Adam(params, its.learning_rate, weight_decay=its.weight_decay),
+    "adamw": lambda params, its: torch.optim.AdamW(params, its.learning_rate, weight_decay=its.weight_decay),
 }
 
 
-def optimizer_maker(config: RunConfig, given: Any) -> MakeOptimizer:
-    """A function of a replica's trainable parameters, by name, that makes its optimizer."""
-    if given is None:
-        named = pick(OPTIMIZERS, config.optimizer, "optimizer", more=OWN)
-        return lambda params: named([param for _, param in params], config)
+def named_optimizer(name: str, settings: OptimizerSettings) -> MakeOptimizer:
+    """A function of a replica's trainable parameters that makes the optimizer called `name`."""
+    make = pick(OPTIMIZERS, name, "optimizer", more=OWN)
+    return lambda params: make([param for _, param in params], settings)
+
+
+def user_optimizer(given: Any) -> MakeOptimizer:
+    """The same from what the user gave: a function of the parameters."""
     if isinstance(given, torch.optim.Optimizer):
         kind = type(given).__name__
         raise ConfigError(

@@ -5,12 +5,12 @@ from itertools import pairwise
 from lockstep.core.errors import ConfigError
 
 
-def part_ranges(num_items: int, num_parts: int) -> list[range]:
+def even_ranges(num_items: int, num_parts: int) -> list[range]:
     """`num_parts` ranges one after the other that cover all items; sizes differ by at most one, larger ones first.
 
-    >>> part_ranges(10, 4)
+    >>> even_ranges(10, 4)
     [range(0, 3), range(3, 6), range(6, 8), range(8, 10)]
-    >>> [len(part) for part in part_ranges(2, 4)]
+    >>> [len(part) for part in even_ranges(2, 4)]
     [1, 1, 0, 0]
     """
     if num_parts < 1:
@@ -29,4 +29,4 @@ def split_into_shards(num_samples: int, num_shards: int) -> list[range]:
     >>> split_into_shards(5, num_shards=2)
     [range(0, 3), range(3, 5)]
     """
-    return [shard for shard in part_ranges(num_samples, num_shards) if shard]
+    return [shard for shard in even_ranges(num_samples, num_shards) if shard]

@@ -1,20 +1,21 @@
-"""A vector is exchanged in parts, so that a part can be on its way while others are still computed, or added up."""
+"""A gradient is exchanged in buckets, so that one can be on its way while others are still computed, or added up."""
 
 import math
 
-from lockstep.partition.batch import part_ranges
+from lockstep.partition.batch import even_ranges
 
-BUCKET_MB = 8.0  # between two processes of one machine, smaller parts took longer (`lockstep bench`)
-MAX_PARTS = 1000
+BUCKET_MB = 8.0  # between two processes of one machine, smaller buckets took longer (`lockstep bench`)
+MAX_BUCKETS = 1000
 
 
-def places_of_parts(size: int, bucket_mb: float, num_ranks: int) -> list[range]:
-    """Where the parts of a vector of `size` numbers lie, from its end on. Nobody is in a hurry who is alone.
+def bucket_ranges(entries: range, bucket_mb: float, num_ranks: int) -> tuple[range, ...]:
+    """The buckets of these entries of the flat vector, from the end. One rank: one bucket.
 
-    >>> places_of_parts(10, bucket_mb=16e-6, num_ranks=2)
-    [range(7, 10), range(4, 7), range(0, 4)]
+    >>> bucket_ranges(range(10), bucket_mb=16e-6, num_ranks=2)
+    (range(7, 10), range(4, 7), range(0, 4))
     """
     if num_ranks == 1 or not bucket_mb:
-        return [range(size)]
-    num_parts = min(math.ceil(size * 4e-6 / bucket_mb), MAX_PARTS)
-    return part_ranges(size, max(1, num_parts))[::-1]
+        return (entries,)
+    num_buckets = min(math.ceil(len(entries) * 4e-6 / bucket_mb), MAX_BUCKETS)
+    parts = even_ranges(len(entries), max(1, num_buckets))
+    return tuple(entries[part.start : part.stop] for part in reversed(parts))

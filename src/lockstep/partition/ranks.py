@@ -1,6 +1,6 @@
 """Shards to ranks: each rank works on one contiguous range of shards, which may be empty."""
 
-from lockstep.partition.batch import part_ranges
+from lockstep.partition.batch import even_ranges
 
 
 def split_over_ranks(num_shards: int, num_ranks: int) -> list[range]:
@@ -9,4 +9,4 @@ def split_over_ranks(num_shards: int, num_ranks: int) -> list[range]:
     >>> split_over_ranks(8, num_ranks=3)
     [range(0, 3), range(3, 6), range(6, 8)]
     """
-    return part_ranges(num_shards, num_ranks)
+    return even_ranges(num_shards, num_ranks)

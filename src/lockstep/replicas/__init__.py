@@ -1,3 +1,1 @@
-"""PyTorch modules: the user's own, and those that come with Lockstep. Only this folder and its backend import it."""
-
-FRAMEWORK = "torch"
+"""What a rank holds: a flat vector in any framework, or a PyTorch module."""

@@ -1,4 +1,4 @@
-"""What a module keeps outside of its parameters and buffers: every rank has its own, so nothing may depend on it."""
+"""State that a module keeps outside of parameters and buffers: every rank has its own, so nothing may depend on it."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ class Attributes:
         ]
 
     def check(self) -> None:
-        """Refuses a module that has changed one. What was not there, or was None, may be anything: it is no memory."""
+        """Refuses a module that has changed one. What was not there, or was None, is no state."""
         for label, owner, name, before, version in self._found:
             now = vars(owner).get(name)
             if isinstance(before, Tensor):

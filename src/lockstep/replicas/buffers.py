@@ -2,51 +2,51 @@
 
 Every shard starts from the buffers as they were before the step.
 - Running statistics of batch norm end as if the shards had come one after the other, as in a plain loop over them.
-- Whole numbers are counters: what each shard added is added up. Yes and no: yes, if one shard says so.
-- Other numbers become the mean over the shards, weighted by their samples; where all agree, they stay to the bit.
+- Integers are counters: what each shard added is added up. Booleans: true, if they are so in one shard.
+- Floats become the mean over the shards, weighted by their samples; where all agree, they stay to the bit.
 """
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.core.errors import RunError
-from lockstep.replicas.running_stats import Statistics, keeps_statistics, norms_of
+from lockstep.replicas.running_stats import RunningStats, has_running_stats, norms_of
 
-NUM_LOOKS = 8  # at a buffer that may change in a way that PyTorch does not count
-Row = dict[str, Tensor]  # the buffers that a shard changed, by name; "" are the statistics of all norm layers
+NUM_COMPARED = 8  # shards after which a buffer is compared with its start, as it may be written to through `.data`
+BufferUpdates = dict[str, Tensor]  # the buffers that a shard changed, by name; "" are all norm layers' running stats
 
 
 class Buffers:
-    """The buffers of one replica's module. With `is_sync`, statistics of batch norm are those of the whole batch."""
+    """The buffers of one replica's module. With `sync_batch_norm`, its statistics are those of the whole batch."""
 
-    def __init__(self, module: nn.Module, is_sync: bool) -> None:
-        self._is_sync = is_sync
-        self._statistics = Statistics(norms_of(module), is_sync)
-        places = [
+    def __init__(self, module: nn.Module, sync_batch_norm: bool) -> None:
+        self._is_sync = sync_batch_norm
+        self._stats = RunningStats(norms_of(module), sync_batch_norm)
+        found = [
             (f"{prefix}.{short}" if prefix else short, owner, short)
             for prefix, owner in module.named_modules()
             for short in owner._buffers
-            if not keeps_statistics(owner)
+            if not has_running_stats(owner)
         ]
-        self._others = {name: Other(owner, at) for name, owner, at in places if owner._buffers[at] is not None}
-        self._unset = [(name, owner, at) for name, owner, at in places if owner._buffers[at] is None]
+        self._others = {name: BufferTracker(owner, at) for name, owner, at in found if owner._buffers[at] is not None}
+        self._unset = [(name, owner, at) for name, owner, at in found if owner._buffers[at] is None]
 
     def follow(self, other: "Buffers") -> None:
         """Starts every step from where those of `other` are."""
-        self._statistics.follow(other._statistics)
+        self._stats.follow(other._stats)
 
-    def stop_looking(self) -> None:
-        """Looks no more for what changes without saying so: that has to wait for the device."""
+    def stop_comparing(self) -> None:
+        """Buffers are not compared any more: that has to wait for the device."""
         for buffer in self._others.values():
-            buffer.stop_looking()
+            buffer.stop_comparing()
 
     def start_step(self) -> None:
         """Remembers what all shards start from."""
-        self._statistics.start_step()
+        self._stats.start_step()
 
     def start_shard(self) -> None:
         """Puts the buffers back to where the step began."""
-        self._statistics.start_shard()
+        self._stats.start_shard()
         self.restore()
 
     def restore(self) -> None:
@@ -56,10 +56,10 @@ class Buffers:
 
     def rewind(self) -> None:
         """Makes all of them what they were before the step that is under way."""
-        self._statistics.rewind()
+        self._stats.rewind()
         self.restore()
 
-    def row(self) -> Row:
+    def updates(self) -> BufferUpdates:
         """What the shard that has just been computed made of them."""
         for name, owner, short in self._unset:
             if owner._buffers[short] is not None:
@@ -67,25 +67,25 @@ class Buffers:
                     f"The buffer {name} was None, and the model sets it in its forward pass: shards cannot be merged "
                     f"into what was not there. Register it with a tensor."
                 )
-        row = {name: other.changed_to() for name, other in self._others.items() if other.is_changed()}
-        if row and self._is_sync:  # the shards went through the model together: nobody knows whose these are
+        found = {name: other.changed_to() for name, other in self._others.items() if other.is_changed()}
+        if found and self._is_sync:  # the shards went through the model together: nobody knows whose these are
             raise RunError(
-                f"The model changes its buffer {next(iter(row))}, which goes with statistics of a shard only: use "
+                f"The model changes its buffer {next(iter(found))}, which goes with statistics of a shard only: use "
                 f"--batch-norm shard."
             )
-        if self._statistics.norms:
-            row[""] = self._statistics.row()
-        return row
+        if self._stats.norms:
+            found[""] = self._stats.update()
+        return found
 
-    def merge(self, rows: list[Row], sizes: list[int]) -> None:
-        """The buffers after the step, from the rows of all shards in their order."""
-        if self._statistics.norms:
-            self._statistics.merge([row[""] for row in rows])
-        for name in dict.fromkeys(name for row in rows for name in row if name):
-            self._others[name].merge([row.get(name) for row in rows], sizes)
+    def merge(self, updates: list[BufferUpdates], sizes: list[int]) -> None:
+        """The buffers after the step, from the updates of all shards in their order."""
+        if self._stats.norms:
+            self._stats.merge([of_shard[""] for of_shard in updates])
+        for name in dict.fromkeys(name for of_shard in updates for name in of_shard if name):
+            self._others[name].merge([of_shard.get(name) for of_shard in updates], sizes)
 
 
-class Other:
+class BufferTracker:
     """A buffer that is not a norm layer's."""
 
     def __init__(self, owner: nn.Module, short: str) -> None:
@@ -93,21 +93,21 @@ class Other:
         self._tensor: Tensor = owner._buffers[short]
         self._start = self._tensor.clone()
         self._version = self._tensor._version
-        self._num_looks = 0
+        self._num_compared = 0
         self._is_hidden = False  # written to in a way that PyTorch does not count, through `.data`
 
     def is_changed(self) -> bool:
         """Whether the module wrote to it, or put another in its place."""
         if self._owner._buffers[self._short] is not self._tensor or self._tensor._version != self._version:
             return True
-        if not self._is_hidden and self._num_looks < NUM_LOOKS:  # comparing has a cost: only for the first shards
-            self._num_looks += 1
+        if not self._is_hidden and self._num_compared < NUM_COMPARED:  # comparing has a cost: only for the first shards
+            self._num_compared += 1
             self._is_hidden = not torch.equal(self._tensor, self._start)
         return self._is_hidden
 
-    def stop_looking(self) -> None:
+    def stop_comparing(self) -> None:
         """As if it had been compared often enough."""
-        self._num_looks = NUM_LOOKS
+        self._num_compared = NUM_COMPARED
 
     def changed_to(self) -> Tensor:
         """A copy of what it is now."""

@@ -1,110 +1,98 @@
 """A replica of a model that is a function of one flat vector: LeNet in any framework, and the text's functions."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from lockstep.backends import Backend, LossSum, Tensor
-from lockstep.runtime import Gathered, Leaf, Meet, Shard
 from lockstep.core.layout import Array, Layout, sha256_of
 from lockstep.models import CrossEntropySum, Forward
-from lockstep.optim.lr_schedule import Rates
-from lockstep.optim.optimizers import Rule, State, clipped
+from lockstep.optim.lr_schedule import LRSchedule
+from lockstep.optim.optimizers import Optimizer, State, clipped
+from lockstep.replicas.replica import AllGatherTensors, BatchSummary, Capturable, Leaf, Shard
 
 
 @dataclass(frozen=True)
-class FlatRecipe:
+class FlatTrainSpec:
     """How a flat vector is trained: the same for all ranks."""
 
     backend: Backend
     forward: Forward
     layout: Layout
-    rule: Rule
-    rates: Rates = field(default_factory=Rates)
+    optimizer: Optimizer
+    lr_schedule: LRSchedule = field(default_factory=LRSchedule)
     clip_norm: float | None = None
-    compiles: bool = False  # the model is made into code of its own
+    compiles: bool = False
 
 
-class FlatReplica:
+class FlatReplica(Capturable):
     """One rank's parameters as one flat vector. Every framework can train it: nothing is changed in place."""
 
-    def __init__(self, recipe: FlatRecipe, flat: Tensor, memory: Any = None) -> None:
-        self._recipe, self.flat = recipe, flat
-        self._state: State = recipe.rule.start(flat)
-        if memory is not None:
-            self._state = self._restored(memory)
-        self._loss_sum: LossSum = CrossEntropySum(recipe.forward)
-        self._scores = recipe.forward
-        captures = recipe.backend.capabilities.capture
-        if recipe.compiles or captures == "always":
-            self._scores = recipe.backend.capture(self._scores)
-        if recipe.compiles and captures != "always":
-            self._loss_sum = recipe.backend.capture(self._loss_sum)
+    def __init__(self, spec: FlatTrainSpec, flat: Tensor, state_dict: Any = None) -> None:
+        self._spec, self.flat = spec, flat
+        self._state: State = spec.optimizer.start(flat)
+        if state_dict is not None:
+            self._state = self._restored(state_dict)
+        self._loss_sum: LossSum = CrossEntropySum(spec.forward)
+        self._scores = spec.forward
+        compiles = spec.backend.capabilities.compiles
+        if spec.compiles or compiles == "always":
+            self._scores = spec.backend.compile(self._scores)
+        if spec.compiles and compiles != "always":
+            self._loss_sum = spec.backend.compile(self._loss_sum)
 
     @property
-    def size(self) -> int:
-        return self._recipe.layout.size
+    def entries(self) -> range:
+        return range(self._spec.layout.size)
 
-    def leaves(self, step: int, shards: Iterator[Shard], meet: Meet) -> Iterator[Leaf]:
-        backend, layout = self._recipe.backend, self._recipe.layout
+    def begin_step(self, step: int) -> None:
+        """A shard leaves nothing behind in it."""
+
+    def forward_backward(self, shards: list[Shard], all_gather: AllGatherTensors) -> list[Leaf]:
+        backend, layout, leaves = self._spec.backend, self._spec.layout, []
         for shard in shards:
-            loss, gradient = backend.value_and_grad(self._loss_sum, layout, self.flat, shard.X, shard.y, shard.ready)
-            yield Leaf(gradient, loss)
+            loss, gradient = backend.value_and_grad(self._loss_sum, layout, self.flat, shard.X, shard.y, shard.on_ready)
+            leaves.append(Leaf(gradient, loss))
+        return leaves
 
-    def update(self, step: int, total: Tensor, batch: Gathered) -> None:
+    def update(self, step: int, total: Tensor, batch: BatchSummary) -> None:
         flat, state = self._updated(step, total, batch)
-        assign = self._recipe.backend.assign  # the same memory, where the framework can: a recording reads from there
+        assign = self._spec.backend.assign  # the same memory, where the framework can: a CUDA graph reads from there
         self.flat, self._state = assign(self.flat, flat), tuple(map(assign, self._state, state))
 
-    def _updated(self, step: int, total: Tensor, batch: Gathered) -> tuple[Tensor, State]:
-        gradient = clipped(total / batch.num_samples, self._recipe.clip_norm)  # the only division, by all samples
-        return self._recipe.rule(self.flat, gradient, self._state, step, self._recipe.rates.factor(step))
+    def _updated(self, step: int, total: Tensor, batch: BatchSummary) -> tuple[Tensor, State]:
+        gradient = clipped(total / batch.num_samples, self._spec.clip_norm)  # the only division, by all samples
+        return self._spec.optimizer(self.flat, gradient, self._state, step, self._spec.lr_schedule.factor(step))
 
-    def repeats_update(self, step: int) -> bool:
-        recipe = self._recipe  # a norm is read by the host
-        return recipe.rates.stays(step) and not recipe.rule.counts_steps and recipe.clip_norm is None
+    def update_is_static(self, step: int) -> bool:
+        spec = self._spec  # a norm is read by the host
+        return spec.lr_schedule.is_constant_from(step) and not spec.optimizer.counts_steps and spec.clip_norm is None
 
-    def rehearse_update(self, step: int, total: Tensor, batch: Gathered) -> None:
+    def warm_up_update(self, step: int, total: Tensor, batch: BatchSummary) -> None:
         self._updated(step, total, batch)
 
     def measure(self, X: Any, y: Any) -> dict[str, float]:
-        backend = self._recipe.backend
-        scores = self._scores(X, backend.unflatten(self._recipe.layout, self.flat))
+        backend = self._spec.backend
+        scores = self._scores(X, backend.unflatten(self._spec.layout, self.flat))
         return {"accuracy": float(backend.ops.num_correct(scores, y))}
 
     def arrays(self) -> dict[str, Array]:
-        layout = self._recipe.layout
-        flat = self._recipe.backend.to_numpy(self.flat).copy()  # a backend may show its own memory
+        layout = self._spec.layout
+        flat = self._spec.backend.to_numpy(self.flat).copy()  # a backend may show its own memory
         return dict(zip(layout.names, layout.unflatten(flat), strict=True))
 
-    def fingerprints(self) -> list[str]:
-        return [sha256_of([array]) for array in self.arrays().values()]
+    def fingerprints(self) -> dict[str, str]:
+        return {name: sha256_of([array]) for name, array in self.arrays().items()}
 
-    def recordable(self) -> str:
-        return ""
+    def state_dict(self) -> Any:
+        return {"optimizer": [self._spec.backend.to_numpy(vector).copy() for vector in self._state]}
 
-    def record(self, step: int) -> None:
-        """A shard leaves nothing behind in it."""
-
-    def replay(self, step: int) -> None:
-        """It has nothing that depends on the step."""
-
-    def forget(self) -> None:
-        """It remembers nothing of a step that was not updated."""
-
-    def generators(self) -> list[Any]:
-        return []
-
-    def memory(self) -> Any:
-        return {"optimizer": [self._recipe.backend.to_numpy(vector).copy() for vector in self._state]}
-
-    def _restored(self, memory: Any) -> State:
-        """What the rule remembers, from what `memory` gave."""
-        backend, vectors = self._recipe.backend, memory["optimizer"]
+    def _restored(self, state_dict: Any) -> State:
+        """The optimizer's state, from what `state_dict` gave."""
+        backend, vectors = self._spec.backend, state_dict["optimizer"]
         expected = [(tuple(vector.shape), np.dtype(np.float32)) for vector in self._state]
         if [(vector.shape, vector.dtype) for vector in vectors] != expected:
-            raise ValueError("the optimizer's memory has other shapes")
+            raise ValueError("the optimizer's state has other shapes")
         device = backend.device_of(self.flat)
         return tuple(backend.copy_to(backend.from_numpy(vector, device), device) for vector in vectors)

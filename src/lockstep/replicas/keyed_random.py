@@ -16,55 +16,22 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.data.order import keyed_random
 from lockstep.core.errors import RunError
 
 SEEDED = torch.Tag.nondeterministic_seeded  # the mark of an operation that draws
-DROPOUT, AUGMENTATION, OPTIMIZER = 1, 2, 3  # the last part of a key says what the random numbers are for
 
 
-def shard_seed(seed: int, step: int, shard: int) -> int:
-    """The seed of a shard's random numbers. `torch.manual_seed` with it gives a plain loop the same dropout on a CPU.
-
-    >>> shard_seed(seed=0, step=1, shard=0)
-    922679666224363917
-    """
-    return seed_of(seed, step, shard, DROPOUT)
-
-
-def seed_of(*key: int) -> int:
-    """A seed that depends on every part of the key."""
-    high, low = keyed_random(*key).randint(0, 2**31, 2).tolist()
-    return int(high << 31 | low)
-
-
-def drawn_so_far(place: torch.device) -> bytes:
-    """Something that is another after anybody in this process has drawn random numbers for this device, or the CPU."""
+def rng_state(device: torch.device) -> bytes:
+    """The state of the process's random number generators for this device, and for the CPU."""
     state: bytes = torch.default_generator.get_state().numpy().tobytes()
-    if place.type == "cuda":
-        state += torch.cuda.default_generators[place.index].get_state().numpy().tobytes()
+    if device.type == "cuda":
+        state += torch.cuda.default_generators[device.index].get_state().numpy().tobytes()
     return state
 
 
 @contextmanager
-def random_numbers_of(*key: int) -> Iterator[None]:
-    """Python's, numpy's and PyTorch's random numbers depend on the key; afterwards they are as they were."""
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    keyed = keyed_random(*key)
-    random.seed(int(keyed.randint(0, 2**31)))
-    np.random.seed(keyed.randint(0, 2**31))
-    torch.default_generator.manual_seed(int(keyed.randint(0, 2**31)))
-    try:
-        yield
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        torch.set_rng_state(before[2])
-
-
-@contextmanager
 def no_draws_outside_of_pytorch() -> Iterator[None]:
-    """Refuses a model that draws from Python's or numpy's random numbers, which all ranks share and nobody can key."""
+    """Refuses a model that draws from Python's or numpy's random numbers, which all ranks share and which cannot be keyed."""
     before = random.getstate(), _of_numpy()
     yield
     drawn = [] if random.getstate() == before[0] else ["Python's random"]
@@ -78,8 +45,8 @@ def no_draws_outside_of_pytorch() -> Iterator[None]:
 
 
 def _of_numpy() -> tuple[bytes, int]:
-    _, numbers, place, *_ = np.random.get_state(legacy=True)
-    return np.asarray(numbers).tobytes(), int(place)
+    _, numbers, position, *_ = np.random.get_state(legacy=True)
+    return np.asarray(numbers).tobytes(), int(position)
 
 
 class KeyedRandom(TorchDispatchMode):
@@ -91,7 +58,9 @@ class KeyedRandom(TorchDispatchMode):
         self._on_cpu = self._generator if device.type == "cpu" else torch.Generator()
         self._own: list[torch.Generator] = []  # made and seeded by the model itself since the start
         self.has_drawn = False  # ever
-        self.has_drawn_on_host = False  # for a GPU's model: what it decides with that is decided once in a recording
+        self.has_drawn_on_host = (
+            False  # for a GPU's model: what it decides with that is decided once in a captured step
+        )
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -1,34 +1,34 @@
-"""How numbers lie in memory: images channel after channel, or all channels of a pixel together (channels-last).
+"""The memory format of images and convolution kernels: channels-first, or channels-last.
 
 Convolutions on a CPU and in low precision on a GPU are faster channels-last (1.4 times for LeNet on a CPU). What is
-chosen depends on the module, the kind of device and the precision, never on a stopwatch: two runs must choose the same.
+chosen depends on the module, the kind of device and the precision. No autotuning: two runs must choose the same.
 """
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.backends.torch_lenet_cpu import channels_last as images_last
+from lockstep.backends.torch_lenet_cpu import channels_last as channels_last_images
 from lockstep.core.device import Device
 
 
-def lies_channels_last(module: nn.Module, device: Device, precision: str) -> bool:
-    """Whether images and the kernels of convolutions are to lie so."""
+def wants_channels_last(module: nn.Module, device: Device, precision: str) -> bool:
+    """Whether images and the kernels of convolutions are to be channels-last."""
     has_images = any(isinstance(layer, nn.Conv2d) for layer in module.modules())
     return has_images and (device.kind == "cpu" or precision != "fp32")
 
 
 def channels_last(tensor: Tensor) -> Tensor:
-    """Images laid out so; all else as it is."""
-    return images_last(tensor) if tensor.ndim == 4 and tensor.is_floating_point() else tensor
+    """Images channels-last; all else as it is."""
+    return channels_last_images(tensor) if tensor.ndim == 4 and tensor.is_floating_point() else tensor
 
 
-def flat_in_memory(tensor: Tensor, param: Tensor) -> Tensor:
-    """The numbers of `tensor` in the order in which those of `param` lie in memory."""
+def flat_in_memory_order(tensor: Tensor, param: Tensor) -> Tensor:
+    """The numbers of `tensor` in the order in which those of `param` are in memory."""
     return (tensor.permute(0, 2, 3, 1) if _is_channels_last(param) else tensor).reshape(-1)
 
 
 def shaped_like(param: Tensor, flat: Tensor) -> Tensor:
-    """A vector in the order of `flat_in_memory`, in the shape of `param`."""
+    """A vector in the order of `flat_in_memory_order`, in the shape of `param`."""
     if _is_channels_last(param):
         samples, channels, height, width = param.shape
         return flat.view(samples, height, width, channels).permute(0, 3, 1, 2)

@@ -1,4 +1,4 @@
-"""What is done with a module as a whole: copied, called, loaded, read out, compared."""
+"""A module as a whole: copied, called, loaded, read, compared."""
 
 import copy
 from typing import Any
@@ -7,12 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.layout import Array
-from lockstep.replicas.optimizer_state import to_numpy
 
 
-def copy_of(module: nn.Module, place: torch.device) -> nn.Module:
+def copy_of(module: nn.Module, device: torch.device) -> nn.Module:
     """A copy of the module on a device, without gradients."""
-    copied = copy.deepcopy(module).to(place)
+    copied = copy.deepcopy(module).to(device)
     for layer in copied.modules():
         for name, buffer in layer._buffers.items():
             if buffer is not None and 0 in buffer.stride():  # expanded: it could not be written to
@@ -22,14 +21,14 @@ def copy_of(module: nn.Module, place: torch.device) -> nn.Module:
     return copied
 
 
-def modes_of(module: nn.Module) -> list[str]:
-    """The parts of a module in training mode that are not: somebody wants them in evaluation mode, also in training."""
+def modules_in_eval_mode(module: nn.Module) -> list[str]:
+    """The submodules of a module in training mode that are not: the user wants them in eval mode, in training too."""
     return [name for name, part in module.named_modules() if not part.training] if module.training else []
 
 
-def set_modes(module: nn.Module, in_evaluation: list[str]) -> None:
-    """Puts these parts, each for itself, into evaluation mode."""
-    for name in in_evaluation:
+def put_in_eval_mode(module: nn.Module, names: list[str]) -> None:
+    """Puts these submodules, each for itself, into eval mode."""
+    for name in names:
         module.get_submodule(name).training = False
 
 
@@ -49,13 +48,13 @@ def call(module: nn.Module, X: Any) -> Any:
 
 
 def arrays_of(module: nn.Module) -> dict[str, Array]:
-    """Copies of all parameters and of the buffers that are kept, by name; what is tied has the first of its names."""
+    """Copies of all parameters and of persistent buffers, by name; what is tied has the first of its names."""
     named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return {name: to_numpy(named[name]) for name in names_of(module)}
 
 
 def names_of(module: nn.Module) -> list[str]:
-    """The names of all parameters, and of the buffers that are kept."""
+    """The names of all parameters, and of persistent buffers."""
     kept = set(module.state_dict(keep_vars=True))
     return [name for name, _ in module.named_parameters()] + [n for n, _ in module.named_buffers() if n in kept]
 
@@ -66,3 +65,10 @@ def checksum(tensor: Tensor) -> Tensor:
     octets = torch.nn.functional.pad(octets, (0, -len(octets) % 4))
     words = octets.view(torch.int32).long()
     return (words * (2 * torch.arange(len(words), device=words.device) + 1)).sum()
+
+
+def to_numpy(tensor: Tensor) -> Array:
+    """A copy as an array; numpy has no bfloat16, and float32 holds every one of its numbers."""
+    tensor = tensor.detach().cpu()
+    array: Array = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy().copy()
+    return array

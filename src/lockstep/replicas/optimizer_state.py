@@ -1,4 +1,4 @@
-"""What an optimizer and a scheduler remember, as plain values and arrays, and back: to the bit, without pickle."""
+"""The state of an optimizer and a scheduler as plain values and arrays, and back: to the bit, without pickle."""
 
 from collections import Counter
 from typing import Any
@@ -7,26 +7,19 @@ import torch
 from torch import Tensor
 
 from lockstep.core.errors import RunError
-from lockstep.core.layout import Array
+from lockstep.replicas.module_state import to_numpy
 
 TENSOR, COUNTER = "tensor", "counter"  # a dict with one of these as its "is" stands for such a thing
 
 
-def to_numpy(tensor: Tensor) -> Array:
-    """A copy as an array; numpy has no bfloat16, and float32 holds every one of its numbers."""
-    tensor = tensor.detach().cpu()
-    array: Array = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy().copy()
-    return array
-
-
-def memory_of_optimizer(optimizer: torch.optim.Optimizer) -> Any:
-    """All that the optimizer's next step depends on."""
+def optimizer_state(optimizer: torch.optim.Optimizer) -> Any:
+    """Its state dict, all that the next step depends on, as plain values and arrays."""
     return _plain(optimizer.state_dict(), "optimizer", type(optimizer).__name__)
 
 
-def restore_optimizer(optimizer: torch.optim.Optimizer, memory: Any, place: torch.device) -> None:
-    """Makes a new optimizer the one that `memory_of_optimizer` looked at."""
-    saved = _tree(memory, place)
+def restore_optimizer(optimizer: torch.optim.Optimizer, state: Any, device: torch.device) -> None:
+    """Makes a new optimizer equal to the one that `optimizer_state` read."""
+    saved = _restored(state, device)
     if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
         optimizer.load_state_dict(saved)
         return
@@ -39,22 +32,22 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, memory: Any, place: torc
         group.update({name: value for name, value in values.items() if name != "params"})
     for number, entries in saved["state"].items():  # by hand: PyTorch's own way rounds what is more exact than float32
         optimizer.state[params[number]] = {
-            name: entry.to(place) if isinstance(entry, Tensor) and name != "step" else entry
+            name: entry.to(device) if isinstance(entry, Tensor) and name != "step" else entry
             for name, entry in entries.items()
         }
 
 
-def memory_of_scheduler(scheduler: Any) -> Any:
-    """All that the scheduler's next step depends on; None without one."""
+def scheduler_state(scheduler: Any) -> Any:
+    """The same of the scheduler; None without one."""
     return None if scheduler is None else _plain(scheduler.state_dict(), "scheduler", type(scheduler).__name__)
 
 
-def restore_scheduler(scheduler: Any, memory: Any, place: torch.device) -> None:
-    """Makes a new scheduler the one that `memory_of_scheduler` looked at."""
-    if (scheduler is None) != (memory is None):
+def restore_scheduler(scheduler: Any, state: Any, device: torch.device) -> None:
+    """Makes a new scheduler equal to the one that `scheduler_state` read."""
+    if (scheduler is None) != (state is None):
         raise ValueError("one has a scheduler, the other has none")
     if scheduler is not None:
-        saved = _tree(memory, place)
+        saved = _restored(state, device)
         if set(saved) != set(scheduler.state_dict()):
             raise ValueError("the scheduler is another")
         scheduler.load_state_dict(saved)
@@ -80,19 +73,19 @@ def _plain(value: Any, path: str, owner: str) -> Any:
     )
 
 
-def _tree(plain: Any, place: torch.device) -> Any:
+def _restored(plain: Any, device: torch.device) -> Any:
     match plain:
         case {"is": "tensor", "kind": kind, "on": on, "array": array}:
             dtype = getattr(torch, kind)
             if not isinstance(dtype, torch.dtype):
                 raise ValueError(f"{kind} is not a kind of number")
-            return torch.from_numpy(array.copy()).to(place if on == "device" else "cpu", dtype)
+            return torch.from_numpy(array.copy()).to(device if on == "device" else "cpu", dtype)
         case {"is": "counter", "counts": counts}:
             return Counter(counts)
         case dict():
-            return {key: _tree(entry, place) for key, entry in plain.items()}
+            return {key: _restored(entry, device) for key, entry in plain.items()}
         case list() | tuple():
-            entries = [_tree(entry, place) for entry in plain]
+            entries = [_restored(entry, device) for entry in plain]
             return entries if isinstance(plain, list) else tuple(entries)
         case _:
             return plain

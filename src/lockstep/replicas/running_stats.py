@@ -18,24 +18,24 @@ NORM = nn.modules.batchnorm._NormBase
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
 
 
-def keeps_statistics(layer: nn.Module) -> bool:
+def has_running_stats(layer: nn.Module) -> bool:
     """Whether the layer has running statistics."""
     return isinstance(layer, NORM) and layer.running_mean is not None and layer.running_mean.dtype == torch.float32
 
 
 def norms_of(module: nn.Module) -> list[Norm]:
-    """The layers that keep running statistics."""
-    return [layer for layer in module.modules() if keeps_statistics(layer)]
+    """The layers that have running statistics."""
+    return [layer for layer in module.modules() if has_running_stats(layer)]
 
 
-class Statistics:
+class RunningStats:
     """The running statistics of `norms`, which become views of one vector.
 
-    With `is_sync` they are those of the whole batch: every shard leaves them as they are to be.
+    With `sync_batch_norm` they are those of the whole batch: every shard leaves them as they are to be.
     """
 
-    def __init__(self, norms: list[Norm], is_sync: bool) -> None:
-        self.norms, self._is_sync = norms, is_sync
+    def __init__(self, norms: list[Norm], sync_batch_norm: bool) -> None:
+        self.norms, self._is_sync = norms, sync_batch_norm
         if not norms:
             return
         found = [(norm, name) for norm in norms for name in ("running_mean", "running_var")]
@@ -58,7 +58,7 @@ class Statistics:
             else:  # instance norm does not count its calls
                 norm.register_forward_pre_hook(partial(self._count, number))
         self._settings: list[tuple[bool, float | None]] = []
-        # where they were before the step: always the same memory, so that a recording finds them
+        # where they were before the step: always the same memory, which a captured CUDA graph reads
         self._start, self._start_counts = self._values.double(), self._counts.double()
         self._zeroed = self._values.clone()
 
@@ -84,7 +84,7 @@ class Statistics:
         self._start_counts.copy_(self._counts)
         self._zeroed.copy_(torch.where(self._is_active, 0.0, self._values))
 
-    def follow(self, other: "Statistics") -> None:
+    def follow(self, other: "RunningStats") -> None:
         """Starts every step from where those of `other` are."""
         if self.norms:
             self._start, self._start_counts, self._zeroed = other._start, other._start_counts, other._zeroed
@@ -101,21 +101,21 @@ class Statistics:
             self._values.copy_(self._start)
             self._counts.copy_(self._start_counts)
 
-    def row(self) -> Tensor:
+    def update(self) -> Tensor:
         """What a shard left, and how often each layer was called: one vector."""
         return torch.cat([self._values.double(), self._counts.double() - self._start_counts])
 
-    def merge(self, rows: list[Tensor]) -> None:
-        """The statistics after the step, from the rows of all shards in their order."""
+    def merge(self, updates: list[Tensor]) -> None:
+        """The statistics after the step, from the updates of all shards in their order."""
         merged, counts, before = self._start, self._start_counts, self._start_counts[self._layer]
-        for row in rows:
-            left, calls = row.split([len(self._values), len(self._counts)])
+        for of_shard in updates:
+            left, calls = of_shard.split([len(self._values), len(self._counts)])
             times, so_far = calls[self._layer], counts[self._layer]
             mean_of_all = (so_far * merged + (before + times) * left) / (so_far + times).clamp(min=1)  # no momentum
             after = torch.where(self._is_cumulative, mean_of_all, merged * self._keep**times + left)
             merged = torch.where(self._is_active, after, merged)
             counts = counts + calls
-        if self._is_sync:  # all rows say the same, and a rank without shards has to learn it
+        if self._is_sync:  # all updates are equal, and a rank without shards needs them too
             merged, counts = left, self._start_counts + calls
         self._values.copy_(merged)
         self._counts.copy_(counts)

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from lockstep.runtime import Leaf, Meet, Shard
 from lockstep.core.errors import RunError
 from lockstep.replicas.keyed_random import KeyedRandom, NoDraws
+from lockstep.replicas.replica import AllGatherTensors, Leaf, Shard
 
 BatchNorm = nn.modules.batchnorm._BatchNorm
 
@@ -37,8 +37,8 @@ class Cut:
     count: float = field(init=False)  # numbers that each channel's statistics are made of
 
 
-class Walk:
-    """A shard's way through the model, on a thread of its own that works only while `go_on` waits for it."""
+class ShardForward:
+    """A shard's forward pass, on a thread of its own that works only while `resume` waits for it."""
 
     def __init__(self, forward: Callable[[], Tensor], start_thread: Callable[[], None]) -> None:
         self.cuts: list[Cut] = []
@@ -55,13 +55,13 @@ class Walk:
         try:
             if not self._is_over:
                 start_thread()
-                HERE.walk = self
+                LOCAL.shard = self
                 self.loss = forward()
         except BaseException as problem:
             self._error = problem
         self._parked.release()
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Lets the shard work until it is at a norm layer, or through the model."""
         self.at_norm = False
         self._turn.release()
@@ -87,91 +87,91 @@ class Walk:
         self._thread.join()
 
 
-HERE = threading.local()  # .walk: the shard that the calling thread works on
+LOCAL = threading.local()  # .shard: the `ShardForward` that the calling thread works for
 
 
-class Forward(Protocol):
+class ModuleForward(Protocol):
     """What is needed of a replica."""
 
     module: nn.Module
 
-    def forward(self, module: nn.Module, random: KeyedRandom, step: int, shard: Shard) -> Tensor: ...
+    def forward(self, module: nn.Module, random: KeyedRandom, shard: Shard) -> Tensor: ...
     def leaf(self, loss: Tensor, gradients: list[Tensor | None]) -> Leaf: ...
 
 
-class SyncNorms:
+class SyncBatchNorm:
     """Computes the leaves of a replica whose norm layers use the whole batch."""
 
-    def __init__(self, replica: Forward, params: list[nn.Parameter], start_thread: Callable[[], None]) -> None:
-        self._replica, self._place, self._start_thread = replica, params[0].device, start_thread
+    def __init__(self, replica: ModuleForward, params: list[nn.Parameter], start_thread: Callable[[], None]) -> None:
+        self._replica, self._device, self._start_thread = replica, params[0].device, start_thread
         self._params = [get_gradient_edge(param) for param in params]
         self._twins: list[nn.Module] = []
 
-    def leaves(self, step: int, shards: list[Shard], meet: Meet) -> list[Leaf]:
+    def forward_backward(self, shards: list[Shard], all_gather: AllGatherTensors) -> list[Leaf]:
         """The leaves of the rank's own shards, in their order."""
         while len(self._twins) < len(shards):
             self._twins.append(_twin_of(self._replica.module))
-        walks: list[Walk] = []
+        forwards: list[ShardForward] = []
         try:
             for twin, shard in zip(self._twins, shards, strict=False):
                 _set_modes(twin, self._replica.module)
-                forward = partial(self._replica.forward, twin, KeyedRandom(self._place), step, shard)
-                walks.append(Walk(forward, self._start_thread))
-            self._walk_forward(walks, meet)
+                compute = partial(self._replica.forward, twin, KeyedRandom(self._device), shard)
+                forwards.append(ShardForward(compute, self._start_thread))
+            self._forward(forwards, all_gather)
         finally:
-            for walk in walks:
-                walk.end()
+            for forward in forwards:
+                forward.end()
         for twin in self._twins:
             _check_buffers(twin, self._replica.module)
-        gradients = self._walk_back(walks, meet)
+        gradients = self._backward(forwards, all_gather)
         return [
-            self._replica.leaf(walk.loss, own)
-            for walk, own in zip(walks, gradients, strict=True)
-            if walk.loss is not None
+            self._replica.leaf(forward.loss, own)
+            for forward, own in zip(forwards, gradients, strict=True)
+            if forward.loss is not None
         ]
 
-    def _walk_forward(self, walks: list[Walk], meet: Meet) -> None:
+    def _forward(self, forwards: list[ShardForward], all_gather: AllGatherTensors) -> None:
         while True:
-            for walk in walks:
-                walk.go_on()
-            places = {walk.cuts[-1].name if walk.at_norm else "the end" for walk in walks}
-            if len(places) > 1:
+            for forward in forwards:
+                forward.resume()
+            layers = {forward.cuts[-1].name if forward.at_norm else "the end" for forward in forwards}
+            if len(layers) > 1:
                 raise RunError(
-                    f"Shards of one batch take different ways through the model: one is at "
-                    f"{', another at '.join(sorted(places))}. Batch norm over the whole batch needs all of them at the "
+                    f"Shards of one batch take different paths through the model: one is at "
+                    f"{', another at '.join(sorted(layers))}. Batch norm over the whole batch needs all of them at the "
                     f"same layer: use --batch-norm shard."
                 )
-            (place,) = places
-            if not walks[0].at_norm:
-                meet(place, [])
+            (layer,) = layers
+            if not forwards[0].at_norm:
+                all_gather(layer, [])
                 return
-            cuts = [walk.cuts[-1] for walk in walks]
+            cuts = [forward.cuts[-1] for forward in forwards]
             with torch.no_grad():
-                _normalize(cuts, meet(place, [_sums(cut.x) for cut in cuts]))
+                _normalize(cuts, all_gather(layer, [_sums(cut.x) for cut in cuts]))
 
-    def _walk_back(self, walks: list[Walk], meet: Meet) -> list[list[Tensor | None]]:
-        backs = [Back(walk.cuts, self._params) for walk in walks]
-        for walk, back in zip(walks, backs, strict=True):
-            assert walk.loss is not None
-            back.through(get_gradient_edge(walk.loss), torch.ones_like(walk.loss), len(walk.cuts))
-        for number in reversed(range(len(walks[0].cuts))):
-            cuts = [walk.cuts[number] for walk in walks]
-            name = f"the way back through {cuts[0].name}"
-            arrived = [back.arrived(number) for back in backs]
+    def _backward(self, forwards: list[ShardForward], all_gather: AllGatherTensors) -> list[list[Tensor | None]]:
+        backwards = [ShardBackward(forward.cuts, self._params) for forward in forwards]
+        for forward, backward in zip(forwards, backwards, strict=True):
+            assert forward.loss is not None
+            backward.through(get_gradient_edge(forward.loss), torch.ones_like(forward.loss), len(forward.cuts))
+        for number in reversed(range(len(forwards[0].cuts))):
+            cuts = [forward.cuts[number] for forward in forwards]
+            name = f"the backward pass of {cuts[0].name}"
+            arrived = [backward.arrived(number) for backward in backwards]
             sums = [
                 torch.stack([_over(g), _over(g * cut.normed)]).double() for g, cut in zip(arrived, cuts, strict=True)
             ]
-            total = _in_order(meet(name, [s.detach() for s in sums]))
-            for back, cut, g in zip(backs, cuts, arrived, strict=True):
+            total = _in_order(all_gather(name, [s.detach() for s in sums]))
+            for backward, cut, g in zip(backwards, cuts, arrived, strict=True):
                 with torch.no_grad():
                     mean, slope = (_like(row.float(), g) / cut.count for row in total)
                     dx = _like(cut.scale, g) * (g.float() - mean - cut.normed.float() * slope)
                 if cut.edge is not None:
-                    back.through(cut.edge, dx.to(cut.x.dtype), number)
-        return [back.of_params for back in backs]
+                    backward.through(cut.edge, dx.to(cut.x.dtype), number)
+        return [backward.of_params for backward in backwards]
 
 
-class Back:
+class ShardBackward:
     """The backward pass of one shard, part by part."""
 
     def __init__(self, cuts: list[Cut], params: list[Any]) -> None:
@@ -232,7 +232,7 @@ def _forward(norm: Any, name: str, original: Callable[[Tensor], Tensor], x: Tens
         return original(x)
     norm._check_input_dim(x)
     edge = get_gradient_edge(x) if x.requires_grad else None
-    normed = HERE.walk.wait_at(Cut(name, norm, x, edge))
+    normed = LOCAL.shard.wait_at(Cut(name, norm, x, edge))
     if norm.weight is None:
         return normed.clone()  # which may be written to, as the end of a part of the graph may not
     return (normed * _like(norm.weight, normed) + _like(norm.bias, normed)).to(x.dtype)

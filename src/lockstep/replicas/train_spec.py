@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from lockstep.models.losses import PerSample
+from lockstep.optim.lr_schedule import LRSchedule
 from lockstep.optim.torch_optimizers import MakeOptimizer
-from lockstep.optim.lr_schedule import Rates
 
 
 @dataclass(frozen=True)
-class ModuleRecipe:
+class TrainSpec:
     """How a module is trained: the same for all ranks."""
 
     module: nn.Module  # the user's own; never trained itself
@@ -22,9 +22,9 @@ class ModuleRecipe:
     optimizer: MakeOptimizer
     scheduler: Callable[[torch.optim.Optimizer], Any] | None
     seed: int
-    rates: Rates = field(default_factory=Rates)
+    lr_schedule: LRSchedule = field(default_factory=LRSchedule)
     clip_norm: float | None = None
-    is_sync: bool = False  # batch norm over the whole batch
+    sync_batch_norm: bool = False  # statistics of the whole batch
     precision: str = "fp32"
-    channels_last: bool = False  # how images and their kernels lie in memory
-    compiles: bool = False  # the module is made into code of its own
+    channels_last: bool = False  # memory format of images and of convolution kernels
+    compiles: bool = False

@@ -1,78 +1,47 @@
-"""Gradients leave as they become ready: the vector is cut into parts, and a part is exchanged when it is complete.
+"""Buckets of a gradient that backward has filled, for the thread that exchanges them while backward goes on.
 
-Backward goes from the last parameter to the first, so parts are numbered from the end of the vector. While early layers
-are still in backward, a thread beside the rank's own takes the parts through the rounds of the exchange.
+Backward goes from the last parameter to the first, so buckets come from the end of the flat vector.
 """
 
-import threading
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import NamedTuple
+from queue import SimpleQueue
 
-from lockstep.backends import Backend, Mark, Tensor
-from lockstep.schedules.reduction_tree import Node
-
-Nodes = dict[Node, Tensor]  # of a part: those that one rank can add up alone
+from lockstep.backends import RecordEvent, Tensor
+from lockstep.runtime.transport import Cancelled
 
 
-class WayOut(NamedTuple):
-    """How one rank's gradients leave."""
+class BucketQueue:
+    """The buckets of the last leaf of a rank, in the order of `ranges`."""
 
-    places: Sequence[range]  # of the parts, from the last to the first
-    leave: Callable[[int, Callable[[], Nodes]], None]  # part number n leaves; its nodes can be asked for from now on
+    def __init__(self, ranges: Sequence[range]) -> None:
+        self.ranges = ranges
+        self._num_ready = 0
+        self._ready: SimpleQueue[tuple[Tensor, Callable[[], None]] | None] = SimpleQueue()
 
+    def on_ready(self, gradient: Tensor, start: int, record_event: RecordEvent) -> None:
+        """The gradient is complete from entry `start` on, once the event that can be recorded now has passed."""
+        while self._num_ready < len(self.ranges) and self.ranges[self._num_ready].start >= start:
+            self._num_ready += 1
+            self._ready.put((gradient, record_event()))
 
-class Departures:
-    """The parts of a rank's gradient that have left so far, for the thread that exchanges them."""
+    def finish(self, gradient: Tensor) -> None:
+        """Backward is over, and the device has done all of it."""
+        self.on_ready(gradient, 0, nothing_to_wait_for)
 
-    def __init__(self) -> None:
-        self._left: list[Callable[[], Nodes]] = []
-        self._num_left = threading.Semaphore(0)
-        self._is_cancelled = False
-
-    def leave(self, number: int, nodes: Callable[[], Nodes]) -> None:
-        """Part number `number` leaves. They come in their order."""
-        assert number == len(self._left), "parts leave from the end of the vector on"
-        self._left.append(nodes)
-        self._num_left.release()
-
-    def wait_for(self, number: int) -> Nodes:
-        """The nodes of a part, when it has left; asked for in their order."""
-        self._num_left.acquire()
-        if self._is_cancelled:
-            raise threading.BrokenBarrierError
-        nodes, self._left[number] = self._left[number], dict
-        return nodes()
+    def wait(self) -> Tensor:
+        """The gradient, when the next bucket of it is there."""
+        ready = self._ready.get()
+        if ready is None:
+            raise Cancelled
+        gradient, wait_for_event = ready
+        wait_for_event()
+        return gradient
 
     def cancel(self) -> None:
-        """Nothing leaves any more: sends home who waits."""
-        self._is_cancelled = True
-        self._num_left.release()
+        """No more buckets will come."""
+        self._ready.put(None)
 
 
-class LastLeaf:
-    """The last of a rank's leaves completes its nodes, part after part."""
-
-    def __init__(self, backend: Backend, way_out: WayOut, nodes: Nodes, last: Node, beside: Sequence[Tensor]) -> None:
-        """`last` is the node that the leaf belongs to, `beside` the sums of what comes before the leaf there."""
-        self._backend, self._way_out = backend, way_out
-        self._nodes, self._last, self._beside = nodes, last, beside
-        self._num_left = 0
-
-    def ready(self, vector: Tensor, start: int, mark: Mark) -> None:
-        """The leaf is complete from `start` on, once what `mark()` gives has been waited for."""
-        while self._num_left < len(self._way_out.places) and self._way_out.places[self._num_left].start >= start:
-            place = self._way_out.places[self._num_left]
-            self._way_out.leave(self._num_left, partial(self._nodes_of, place, vector, mark()))
-            self._num_left += 1
-
-    def _nodes_of(self, place: range, vector: Tensor, wait: Callable[[], None]) -> Nodes:
-        wait()
-
-        def cut(whole: Tensor) -> Tensor:
-            return self._backend.chunk(whole, place.start, place.stop)
-
-        total = cut(vector)
-        for left in reversed(self._beside):
-            total = self._backend.add(cut(left), total)
-        return {**{node: cut(whole) for node, whole in self._nodes.items()}, self._last: total}
+def nothing_to_wait_for() -> Callable[[], None]:
+    """The event of what is done already."""
+    return lambda: None

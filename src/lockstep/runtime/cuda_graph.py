@@ -1,143 +1,198 @@
-"""The same step on one GPU, recorded once for each size of batch and replayed from then on.
+"""The step on one GPU, captured once as a CUDA graph for each size of batch and replayed from then on.
 
-A step of a small model is hundreds of requests to the GPU, and asking takes longer than doing. What computes the sum of
-the gradients is recorded: the gathering of samples, every shard's forward and backward beside the others, the tree, the
-exchange. So is the update, if it is the same in every step from now on; else it is asked for anew each time, as its
-learning rate is a number of the host. Nobody waits for the GPU within an epoch; the host is a few steps ahead of it.
+A step of a small model is hundreds of kernels, and launching them takes longer than running them. The same interpreter
+runs the same kind of schedule while the GPU captures it: the gathering of samples, every shard's forward and backward on
+a stream of its own, the additions, the exchange. The update is captured too, if it is the same in every step from then
+on; else it runs eagerly, as its learning rate is a number of the host. Nobody waits for the GPU within an epoch; the
+host is a few steps ahead of it.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, cast
 
-from lockstep.backends import Pending, Recorder
-from lockstep.runtime import Batch, Engine, Exchanged, Gathered, InProcess, Replica
-from lockstep.runtime.interpreter import is_out_of_memory
-from lockstep.core.errors import NotRecorded, RunError
+from lockstep.backends import GraphCapture, LossFuture, Tensor
+from lockstep.core.errors import CaptureError, LockstepError, RankError, RunError
+from lockstep.core.source_lines import user_source_line
+from lockstep.data.batch import Batch
+from lockstep.parallel.data import DataParallel, data_parallel
+from lockstep.partition.balance import Balance
 from lockstep.partition.batch import split_into_shards
-from lockstep.runtime.step import sum_gradients, train_step
+from lockstep.partition.ranks import split_over_ranks
+from lockstep.replicas.replica import CapturableReplica, Replica
+from lockstep.runtime.engine import Engine, Position, Rank, StepInput
+from lockstep.runtime.interpreter import Interpreter
+from lockstep.runtime.out_of_memory import is_out_of_memory
+from lockstep.runtime.step import EagerSteps, StepOptions, Steps
+from lockstep.runtime.thread_transport import Exchanges
+from lockstep.schedules.instructions import ForwardBackward, Instruction, Update
+from lockstep.schedules.proof import one_thread_order
+
+NOT_IN_MEMORY = "samples are loaded one by one"
 
 
-class Known(NamedTuple):
-    """Losses that need not be waited for."""
+def captured_or_eager_steps(
+    engine: Engine, replicas: Sequence[Replica], options: StepOptions, balance: Balance, in_memory: bool
+) -> Steps:
+    """Captured steps where the devices, the replicas and the samples allow it; else `why_eager` says why not."""
+    eager = EagerSteps(engine, replicas, options, balance)
+    capture = engine.backend.graph_capture(engine.devices)
+    if capture is None:
+        return eager
+    capturable = cast(Sequence[CapturableReplica], replicas)
+    problems = [replica.why_not_capturable() for replica in capturable] + ["" if in_memory else NOT_IN_MEMORY]
+    eager.why_eager = next(filter(None, problems), "")
+    return eager if eager.why_eager else CapturedSteps(eager, engine, capturable, options, capture)
 
-    losses: list[float]
 
-    def read(self) -> list[float]:
-        return self.losses
-
-
-class Recording(NamedTuple):
+class CapturedStep(NamedTuple):
     """The step of one size of batch, or what comes before its update."""
 
     replay: Callable[[], None]
-    exchanged: Exchanged  # its tensors are filled by each replay
+    losses: Tensor  # of all shards; filled by each replay
+    interpreters: list[Interpreter]  # what they hold is filled by each replay, too
 
 
-class Steps:
-    """Steps as they are; `ahead` is how many may be under way before somebody has to wait for the first of them."""
+class CapturedSteps:
+    """Steps that are captured and replayed; run by `eager` from the moment on when that proves impossible."""
 
-    ahead = 0
+    max_in_flight = 8
 
-    def __init__(self, engine: Engine, replicas: Sequence[Replica], num_shards: int, problem: str = "") -> None:
-        self._engine, self._replicas, self._num_shards = engine, replicas, num_shards
-        self.problem = problem  # why steps are not recorded, where they were to be
-        self._sizes: set[int] = set()  # of batches that were seen
-        self._seconds = 0.0
+    def __init__(
+        self,
+        eager: EagerSteps,
+        engine: Engine,
+        replicas: Sequence[CapturableReplica],
+        options: StepOptions,
+        capture: GraphCapture,
+    ) -> None:
+        self._eager, self._engine, self._replicas = eager, engine, replicas
+        self._options, self._capture = options, capture
+        self.why_eager, self.capture_seconds = "", 0.0
+        self._captured: dict[tuple[int, bool], CapturedStep] = {}  # samples of a batch, with the update? ->
 
-    def __call__(self, step: int, batch: Batch) -> Pending:
-        """Does step number `step`, or begins to; gives the losses of the shards, to be read when they are needed."""
-        began, is_first = time.perf_counter(), batch.num_samples not in self._sizes
-        pending = self._begun(step, batch)
-        if is_first:
-            self._sizes.add(batch.num_samples)
-            self._seconds += time.perf_counter() - began
-        return pending
-
-    def first_seconds(self) -> float:
-        """Seconds that the first steps of each size of batch took since the last time that this was asked."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
-
-    def _begun(self, step: int, batch: Batch) -> Pending:
-        return Known(train_step(self._engine, self._replicas, step, batch, self._num_shards))
-
-
-class RecordedSteps(Steps):
-    """Steps on the GPU of `recorder`."""
-
-    ahead = 8
-
-    def __init__(self, engine: InProcess, replicas: Sequence[Replica], num_shards: int, recorder: Recorder) -> None:
-        super().__init__(engine, replicas, num_shards)
-        self._one_thread, self._recorder = engine, recorder
-        self._recordings: dict[tuple[int, bool], Recording] = {}  # samples of a batch, with the update? ->
-
-    def _begun(self, step: int, batch: Batch) -> Pending:
-        if not self.problem:
+    def __call__(self, step: int, batch: Batch) -> LossFuture:
+        """Starts step number `step`; its losses come later."""
+        if not self.why_eager:
             try:
-                return self._replayed(step, batch)
-            except NotRecorded as problem:
-                self.problem = str(problem)
-            for replica in self._replicas:
-                replica.forget()
-        return super()._begun(step, batch)
+                return self._replay(step, batch)
+            except CaptureError as problem:
+                self.why_eager = str(problem)
+            self._discard()
+        return self._eager(step, batch)
 
-    def _replayed(self, step: int, batch: Batch) -> Pending:
-        assert batch.refill is not None, "samples in memory have it"
-        shards = split_into_shards(batch.num_samples, self._num_shards)
-        with self._one_thread.recording(self._recorder):
-            batch.refill()
-            with_update = all(replica.repeats_update(step) for replica in self._replicas)
+    def _replay(self, step: int, batch: Batch) -> LossFuture:
+        assert batch.static is not None, "samples in memory have it"
+        with self._capture.stream():
+            batch.static.fill()
+            with_update = all(replica.update_is_static(step) for replica in self._replicas)
             key = batch.num_samples, with_update
-            if with_update:  # from now on: the other one has done its work
-                self._recordings.pop((batch.num_samples, False), None)
-            while key not in self._recordings:
-                try:
-                    self._recordings[key] = self._record(step, batch, shards, with_update)
-                except RunError as problem:
-                    if not is_out_of_memory(problem):
-                        raise
-                    if not self._recorder.narrow():
-                        raise NotRecorded("it takes more memory than there is") from problem
-                    for replica in self._replicas:
-                        replica.forget()
-            recording = self._recordings[key]
+            if with_update:  # from now on: the other one is of no more use
+                self._captured.pop((batch.num_samples, False), None)
+            if key not in self._captured:
+                began = time.perf_counter()
+                self._captured[key] = self._capture_within_memory(step, batch, with_update)
+                self.capture_seconds += time.perf_counter() - began
+            captured = self._captured[key]
             for replica in self._replicas:
-                replica.replay(step)
-            recording.replay()
+                replica.begin_replay(step)
+            captured.replay()
             if not with_update:
-                self._engine.update(self._replicas, step, recording.exchanged, shards)
-            return self._recorder.read_later(recording.exchanged.losses[0])
+                self._update(captured.interpreters, step)
+            return self._capture.copy_to_host(captured.losses)
 
-    def _record(self, step: int, batch: Batch, shards: list[range], with_update: bool) -> Recording:
-        is_rehearsed = False
+    def _capture_within_memory(self, step: int, batch: Batch, with_update: bool) -> CapturedStep:
+        """The captured step. Where shards side by side take too much memory, they are captured one after the other."""
+        while True:
+            try:
+                return self._capture_step(step, batch, with_update)
+            except RunError as problem:
+                if not is_out_of_memory(problem):
+                    raise
+                if not self._capture.serialize_streams():
+                    raise CaptureError("it takes more memory than there is") from problem
+                self._discard()
 
-        def work() -> Exchanged:
-            nonlocal is_rehearsed
-            for replica in self._replicas:
-                replica.record(step)
-            exchanged = sum_gradients(self._engine, self._replicas, step, batch, shards)
-            losses = self._recorder.together(exchanged.losses)
-            if with_update and is_rehearsed:
-                self._engine.update(self._replicas, step, exchanged, shards)
+    def _capture_step(self, step: int, batch: Batch, with_update: bool) -> CapturedStep:
+        assert batch.static is not None, "samples in memory have it"
+        shards = split_into_shards(batch.num_samples, self._options.num_shards)
+        static = Batch(batch.num_samples, batch.static.fetch)
+        order, interpreters = self._programs(len(shards))
+        gather, is_warm = batch.static.gather, False
+
+        def run() -> Tensor:
+            nonlocal is_warm
+            for replica, interpreter in zip(self._replicas, interpreters, strict=True):
+                replica.begin_capture(step)
+                interpreter.begin(StepInput(step, static, shards), replica)
+            gather()
+            self._compute_and_exchange(order, interpreters)
+            if with_update and is_warm:
+                self._update(interpreters, step)
             elif with_update:
-                gathered = Gathered([len(shard) for shard in shards], exchanged.rows, exchanged.used)
-                for replica, total in zip(self._replicas, exchanged.totals, strict=True):
-                    replica.rehearse_update(step, total, gathered)
-            is_rehearsed = True
-            return exchanged._replace(losses=[losses])
+                for replica, interpreter in zip(self._replicas, interpreters, strict=True):
+                    replica.warm_up_update(step, interpreter.total, interpreter.summary())
+            is_warm = True
+            return self._capture.stack([loss for rank in interpreters[0].results() for loss in rank.losses])
 
-        return Recording(*self._recorder.record(work, lambda: [g for r in self._replicas for g in r.generators()]))
+        def generators() -> list[object]:
+            return [generator for replica in self._replicas for generator in replica.capture_generators()]
 
+        return CapturedStep(*self._capture.capture(run, generators), interpreters)
 
-def steps_for(engine: Engine, replicas: Sequence[Replica], num_shards: int, in_memory: bool) -> Steps:
-    """Recorded steps where engine, replicas and samples allow for it; else, `problem` says why not."""
-    if not isinstance(engine, InProcess) or engine.recorder is None:
-        return Steps(engine, replicas, num_shards)
-    problems = [replica.recordable() for replica in replicas]
-    if not in_memory:
-        problems.append("samples are loaded one by one")
-    if any(problems):
-        return Steps(engine, replicas, num_shards, next(filter(None, problems)))
-    return RecordedSteps(engine, replicas, num_shards, engine.recorder)
+    def _programs(self, num_shards: int) -> tuple[list[tuple[int, Instruction]], list[Interpreter]]:
+        """What one thread does for all ranks before the update, and the interpreters to do it with."""
+        engine, entries = self._engine, self._replicas[0].entries
+        ranges = tuple(split_over_ranks(num_shards, engine.num_ranks))
+        max_addends = self._capture.max_addends
+        split = DataParallel(ranges, entries, (entries,), self._options.exchange, max_addends=max_addends)
+        schedule = data_parallel(split)
+        exchanges = Exchanges(engine.backend, engine.devices, engine.devices, busy=[])  # all are one GPU
+        interpreters = [
+            Interpreter(
+                Rank(rank, device, engine.backend, Position()),
+                schedule,
+                exchanges.transport(rank),
+                self._capture.fused_add,
+            )
+            for rank, device in enumerate(engine.devices)
+        ]
+        return [entry for entry in one_thread_order(schedule) if not isinstance(entry[1], Update)], interpreters
+
+    def _compute_and_exchange(self, order: list[tuple[int, Instruction]], interpreters: list[Interpreter]) -> None:
+        """All shards side by side, each on a stream of its own; then what depends on them."""
+        with self._capture.fork():
+            for rank, instruction in order:
+                if isinstance(instruction, ForwardBackward):
+                    with (
+                        self._capture.side_stream(instruction.shards.start),
+                        self._errors_of(rank, "forward and backward"),
+                    ):
+                        interpreters[rank].execute(instruction)
+        for rank, instruction in order:
+            if not isinstance(instruction, ForwardBackward):
+                interpreters[rank].execute(instruction)
+        for interpreter in interpreters:
+            interpreter.hold_total()
+
+    def _update(self, interpreters: list[Interpreter], step: int) -> None:
+        for rank, (replica, interpreter) in enumerate(zip(self._replicas, interpreters, strict=True)):
+            with self._errors_of(rank, "update"):
+                replica.update(step, interpreter.total, interpreter.summary())
+
+    def _discard(self) -> None:
+        self._captured.clear()
+        for replica in self._replicas:
+            replica.discard_capture()
+
+    @contextmanager
+    def _errors_of(self, rank: int, phase: str) -> Iterator[None]:
+        """Names the rank and the phase in what goes wrong."""
+        try:
+            yield
+        except LockstepError:
+            raise
+        except Exception as problem:
+            device = self._engine.devices[rank]
+            raise RankError(rank, device, phase, problem, user_source_line(problem)) from problem

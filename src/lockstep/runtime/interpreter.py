@@ -1,222 +1,239 @@
-"""What one rank does in each phase of a step; every engine runs the same functions."""
+"""Executes the instructions of one rank: the only place where gradients are added and values are sent.
 
-import threading
+Engines differ in who calls it: a thread for each rank, the main thread of a rank's process, or one thread for all ranks
+(CUDA graph capture, `lockstep.allreduce`). Transports differ in how a value gets from rank to rank.
+"""
+
 import time
-import traceback
-from collections.abc import Callable, Generator, Iterator
-from contextlib import closing
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any
 
-from lockstep.backends import Backend, Mark, Ready, Recorder, Tensor
-from lockstep.core.device import Device
-from lockstep.runtime.engine import Batch, Leaf, Meet, Replica, Shard
-from lockstep.runtime.bucket_queue import LastLeaf, WayOut
-from lockstep.core.errors import OutOfMemory, PeersLost, RunError
-from lockstep.schedules.reduction_tree import Node, before_last, maximal_nodes, sum_at_once, sum_of
-from lockstep.schedules.exchanges.collective import Round, Schedule
-from lockstep.core.entry_points import user_source_line
-from lockstep.partition.batch import part_ranges
-from lockstep.core.tracing import span
+from lockstep.backends import Tensor
+from lockstep.core.tracing import WAIT, span
+from lockstep.replicas.replica import BatchSummary, Leaf, Replica, Shard
+from lockstep.runtime.bucket_queue import BucketQueue
+from lockstep.runtime.engine import Rank, RankResult, StepInput
+from lockstep.runtime.out_of_memory import Shortage, is_out_of_memory
+from lockstep.runtime.transport import TransferGroup, Transport
+from lockstep.runtime.workspace import Workspace
+from lockstep.schedules.instructions import (
+    Add,
+    AllGather,
+    AllReduce,
+    Communicate,
+    ForwardBackward,
+    Instruction,
+    Partial,
+    RankProgram,
+    Schedule,
+    Update,
+    Wait,
+    WaitForBackward,
+)
+from lockstep.schedules.reduction_tree import Node, sum_with_brackets
 
-
-class OwnShards(NamedTuple):
-    """What forward and backward leave on one rank, beside gradients."""
-
-    losses: list[Any]
-    rows: list[Any]
-    used: list[int]
-    seconds: float
-
-
-Held = dict[tuple[int, Node], Tensor]  # (chunk, node) -> that part of the vector, on the rank's device
-
-
-def fetch_shards(
-    batch: Batch, rank: int, shards: list[range], own: range, ready: Ready | None = None
-) -> Iterator[Shard]:
-    """The rank's own shards, each when it is asked for. `ready` is for the last of them."""
-    for number in own:
-        with span("data"):
-            X, y = batch.fetch(rank, shards[number].start, shards[number].stop)
-        yield Shard(number, len(shards[number]), X, y, ready if number == own[-1] else None)
+FusedAdd = Callable[[str, list[Tensor]], Tensor]  # the sum of x0, x1, ... in these brackets, in one kernel
 
 
-def add_up_own_shards(
-    backend: Backend,
-    device: Device,
-    replica: Replica,
-    step: int,
-    batch: Batch,
-    rank: int,
-    shards: list[range],
-    own: range,
-    meet: Meet,
-    way_out: WayOut,
-) -> OwnShards:
-    """The rank's nodes go the way out; the rest is given back. Leaves are added as soon as they can be."""
-    began = time.perf_counter()
-    done: list[Leaf] = []
-    if not own:
-        for number in range(len(way_out.places)):
-            way_out.leave(number, dict)
-        return OwnShards([], [], [], 0.0)
+class Interpreter:
+    """One rank's side of a schedule, which it runs step after step."""
 
-    def ready(vector: Tensor, start: int, mark: Mark) -> None:
-        last_leaf.ready(vector, start, mark)
+    def __init__(self, rank: Rank, schedule: Schedule, transport: Transport, fused_add: FusedAdd | None = None) -> None:
+        self.rank, self._transport, self._fused_add = rank, transport, fused_add
+        self._entries, self._overlaps = schedule.entries, schedule.overlaps
+        self.program: RankProgram = schedule.programs[rank.number]
+        self.workspace = Workspace(rank.backend, rank.device, self.program)
+        computed = [i.shards for i in self.program.compute if isinstance(i, ForwardBackward)]
+        self._last_shards = computed[-1] if computed else range(0)
+        awaited = [i.leaf.entries for i in self.program.exchange if isinstance(i, WaitForBackward)]
+        self._bucket_ranges = [self._in_vector(entries) for entries in awaited]
+        self._held: dict[Node, list[tuple[range, Tensor]]] = {}
+        self._groups: dict[tuple[int, int], Communicate] = {}  # under way
+        self._buckets = BucketQueue([])
+        self._leaves: list[Leaf] = []
+        self._wait_for_all: Callable[[], list[RankResult]] | None = None
+        self.total: Tensor | None = None  # once the exchange is over
 
-    early = ready if len(way_out.places) > 1 else None
-    leaves = replica.leaves(step, fetch_shards(batch, rank, shards, own, early), meet)
+    def begin(self, work: StepInput, replica: Replica) -> None:
+        """Makes ready for a step."""
+        self._work, self._replica = work, replica
+        self._began = time.perf_counter()
+        self._leaves, self._wait_for_all, self.total = [], None, None
+        self._buckets = BucketQueue(self._bucket_ranges)
 
-    def leaf(number: int) -> Tensor:  # asked for in the order of `own`
-        gradient, *rest = next(leaves)
-        done.append(Leaf(None, *rest))
-        return gradient
+    def run(self, start_exchange: Callable[[Callable[[], None]], Callable[[], Any]]) -> list[RankResult]:
+        """A whole step, from `begin` on; the results of all ranks.
 
-    with span("forward and backward"):
-        *whole, last = maximal_nodes(own, len(shards))
-        nodes = {node: sum_of(node, leaf, backend.add) for node in whole}
-        beside = [sum_of(node, leaf, backend.add) for node in before_last(last)]
-        last_leaf = LastLeaf(backend, way_out, nodes, last, beside)
-        gradient = leaf(own[-1])
-        losses = [float(leaf.loss) for leaf in done]
-        backend.synchronize(device)
-        last_leaf.ready(gradient, 0, mark=nothing_to_wait_for)
-    return OwnShards(losses, *_beside_gradients(done), time.perf_counter() - began)
-
-
-def nothing_to_wait_for() -> Callable[[], None]:
-    """The mark of what is done already."""
-    return lambda: None
-
-
-def compute_beside_each_other(
-    recorder: Recorder, replica: Replica, step: int, batch: Batch, rank: int, shards: list[range], own: range
-) -> list[Leaf]:
-    """The rank's leaves in a recording: on a GPU, shards that do not wait for each other share its time."""
-
-    def fetched() -> Generator[Shard, None, None]:
-        for number in own:
-            with recorder.beside(number):  # until the next one is asked for
-                yield from fetch_shards(batch, rank, shards, range(number, number + 1))
-
-    with closing(fetched()) as own_shards:  # also after an error: it has to leave the shard that it is beside
-        return list(replica.leaves(step, own_shards, nobody_else))
-
-
-def add_up_leaves(
-    recorder: Recorder, own: range, num_shards: int, leaves: list[Leaf]
-) -> tuple[dict[Node, Tensor], OwnShards]:
-    """The rank's nodes from its leaves, in the order of `own`, and what else its shards leave."""
-
-    def leaf(number: int) -> Tensor:
-        return leaves[number - own.start].gradient
-
-    nodes = {
-        node: sum_at_once(node, leaf, recorder.most_at_once, recorder.add_up) for node in maximal_nodes(own, num_shards)
-    }
-    return nodes, OwnShards([leaf.loss for leaf in leaves], *_beside_gradients(leaves), 0.0)
-
-
-def nobody_else(what: str, own: list[Tensor]) -> list[Tensor]:
-    """Where ranks cannot meet in mid-phase."""
-    raise RunError(f"Shards cannot wait for each other at {what} in a recording.")
-
-
-def _beside_gradients(leaves: list[Leaf]) -> tuple[list[Any], list[int]]:
-    """Rows, and the parameters that got a gradient."""
-    rows = [leaf.row for leaf in leaves if leaf.row is not None]
-    return rows, sorted(frozenset().union(*(leaf.used for leaf in leaves)))
-
-
-def compute_own_shards(
-    backend: Backend,
-    device: Device,
-    replica: Replica,
-    step: int,
-    batch: Batch,
-    rank: int,
-    shards: list[range],
-    own: range,
-    meet: Meet,
-    way_out: WayOut,
-    cancel: Callable[[], None],
-) -> OwnShards:
-    """`add_up_own_shards`; where memory runs out, the error says what would fit. Whoever waits to meet is sent home."""
-    try:
-        return add_up_own_shards(backend, device, replica, step, batch, rank, shards, own, meet, way_out)
-    except BaseException as problem:
-        cancel()
-        if not is_out_of_memory(problem):
-            raise
-        where, said = user_source_line(problem), str(problem)
-        traceback.clear_frames(problem.__traceback__)  # they hold what was computed so far
-    size = len(shards[own.start])
-    advice = what_would_fit(backend, device, replica, step, batch, rank, size, meet)
-    raise OutOfMemory(rank, device, size, advice, said, where)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out: frameworks say so in different ways."""
-    said = f"{type(error).__name__} {error}".lower()
-    return isinstance(error, MemoryError) or any(
-        words in said for words in ("outofmemory", "out of memory", "can't allocate memory", "resource_exhausted")
-    )
-
-
-def what_would_fit(
-    backend: Backend, device: Device, replica: Replica, step: int, batch: Batch, rank: int, num_samples: int, meet: Meet
-) -> str:
-    """What to do when a shard of `num_samples` does not fit into the device's memory: found by trying smaller ones."""
-    more = f"More shards need less of it: try --shards {-(-2 * batch.num_samples // num_samples)}"
-
-    def try_a_shard(num_samples: int, num_vectors: int) -> None:
-        X, y = batch.fetch(rank, 0, num_samples)
-        leaf = next(replica.leaves(step, iter([Shard(0, num_samples, X, y)]), meet))
-        beside = [backend.copy_to(leaf.gradient, device) for _ in range(num_vectors)]
-        next(replica.leaves(step, iter([Shard(0, num_samples, X, y)]), meet))
-        beside.clear()
-
-    while num_samples > 1:
-        num_samples = -(-num_samples // 2)
-        fits = -(-batch.num_samples // num_samples)
-        try:  # beside as many vectors as a step has at most: nodes of the tree, the total, the optimizer's
-            try_a_shard(num_samples, fits.bit_length() + 5)
-        except (threading.BrokenBarrierError, PeersLost):  # it cannot be tried without the other ranks
-            return more
-        except Exception as problem:  # without memory, other things go wrong too
-            traceback.clear_frames(problem.__traceback__)  # they hold what was computed so far
+        Where the exchange overlaps with the backward pass, `start_exchange` runs it on another thread, and gives what
+        waits for its end.
+        """
+        self._replica.begin_step(self._work.step)
+        if self._overlaps:
+            wait = start_exchange(self.exchange)
+            self._run("forward and backward", self.program.compute)
+            self.rank.position.phase = "exchange"
+            with span(WAIT):
+                wait()
         else:
-            return f"A shard of {num_samples} does: use --shards {fits} (another run, with other bits)"
-    return "Not even one sample does: use a smaller model, smaller samples, or a device with more memory"
+            self._run("forward and backward", self.program.compute)
+            self.rank.position.phase = "exchange"
+            self.exchange()
+        self._run("update", self.program.update)
+        return self.results()
+
+    def cancel(self) -> None:
+        """This rank has failed: wakes who waits for it in this process."""
+        self._buckets.cancel()
+        self._transport.cancel()
+
+    def exchange(self) -> None:
+        """The second phase of a step."""
+        with span("exchange"):
+            for instruction in self.program.exchange:
+                self.execute(instruction)
+            self.rank.backend.synchronize(self.rank.device)
+            self.hold_total()
+
+    def _run(self, phase: str, instructions: Iterable[Instruction]) -> None:
+        self.rank.position.phase = phase
+        with span(phase):
+            for instruction in instructions:
+                self.execute(instruction)
+
+    def execute(self, instruction: Instruction) -> None:
+        """Does what one instruction says."""
+        _HANDLERS[type(instruction)](self, instruction)
+
+    def results(self) -> list[RankResult]:
+        """What the shards of all ranks leave besides gradients."""
+        assert self._wait_for_all is not None, "AllGather comes first"
+        return self._wait_for_all()
+
+    def summary(self) -> BatchSummary:
+        """What the update has to know about the whole batch."""
+        ranks = self.results()
+        return BatchSummary(
+            shard_sizes=[len(shard) for shard in self._work.shards],
+            buffers=[buffers for rank in ranks for buffers in rank.buffers],
+            used=frozenset(number for rank in ranks for number in rank.used),
+        )
+
+    # --- one method for each instruction ---
+
+    def _forward_backward(self, instruction: ForwardBackward) -> None:
+        work, shards = self._work, []
+        is_last = instruction.shards == self._last_shards
+        for number in instruction.shards:
+            samples = work.shards[number]
+            with span("data"):
+                X, y = work.batch.fetch(self.rank.number, samples.start, samples.stop)
+            on_ready = self._buckets.on_ready if is_last and self._bucket_ranges else None
+            shards.append(Shard(number, len(samples), X, y, on_ready))
+        leaves = self._compute(shards)
+        if is_last:
+            self.rank.backend.synchronize(self.rank.device)
+            self._buckets.finish(leaves[-1].gradient)
+        for number, leaf in zip(instruction.shards, leaves, strict=True):
+            self.hold(Partial(Node(number, 1), self._entries), leaf.gradient)
+            self._leaves.append(leaf._replace(gradient=None))
+
+    def _compute(self, shards: list[Shard]) -> list[Leaf]:
+        try:
+            return self._replica.forward_backward(shards, self._transport.all_gather_tensors)
+        except BaseException as problem:
+            if not is_out_of_memory(problem):
+                raise
+            shortage = Shortage(problem)
+        self._held.clear()
+        raise shortage.explained(self.rank, self._replica, self._work, shards[0].num_samples, self._transport)
+
+    def _all_gather(self, instruction: AllGather) -> None:
+        leaves = self._leaves
+        own = RankResult(
+            losses=[leaf.loss for leaf in leaves],
+            buffers=[leaf.buffers for leaf in leaves if leaf.buffers is not None],
+            used=sorted(frozenset().union(*(leaf.used for leaf in leaves))),
+            seconds=time.perf_counter() - self._began if leaves else 0.0,
+        )
+        self._wait_for_all = self._transport.all_gather(own)
+
+    def _wait_for_backward(self, instruction: WaitForBackward) -> None:
+        with span(WAIT):
+            gradient = self._buckets.wait()
+        part = self._in_vector(instruction.leaf.entries)
+        self.hold(instruction.leaf, self.rank.backend.chunk(gradient, part.start, part.stop))
+
+    def _add(self, instruction: Add) -> None:
+        tensors = [self.value(part) for part in instruction.parts]
+        if len(tensors) > 2:
+            assert self._fused_add is not None, "only schedules for CUDA graphs have it"
+            brackets = sum_with_brackets([f"x{number}" for number in range(len(tensors))], "({}+{})".format)
+            total = self._fused_add(brackets, tensors)
+        else:
+            left, right = tensors
+            total = self.rank.backend.add(left, right, self.workspace.memory(instruction.total))
+        self.hold(instruction.total, total)
+
+    def _communicate(self, instruction: Communicate) -> None:
+        sends = [(send.to, self.value(send.value)) for send in instruction.sends]
+        receives: list[tuple[int, Tensor | None]] = []
+        for value, source in instruction.receives:
+            by_reference = self._transport.shares_memory_with(source) and not self.workspace.is_total(value)
+            receives.append((source, None if by_reference else self.workspace.memory(value)))
+        self._transport.start(TransferGroup(instruction.bucket, instruction.round, sends, receives))
+        self._groups[instruction.bucket, instruction.round] = instruction
+
+    def _wait(self, instruction: Wait) -> None:
+        received = self._transport.finish(instruction.bucket, instruction.round)
+        group = self._groups.pop((instruction.bucket, instruction.round))
+        for receive, tensor in zip(group.receives, received, strict=True):
+            self.hold(receive.value, tensor)
+
+    def _all_reduce(self, instruction: AllReduce) -> None:
+        own = self.workspace.zeros(len(instruction.total.entries))
+        for part in instruction.parts:
+            own = self.rank.backend.add(own, self.value(part), own)
+        self.hold(instruction.total, self._transport.all_reduce(own))
+
+    def _update(self, instruction: Update) -> None:
+        self._replica.update(self._work.step, self.total, self.summary())
+
+    # --- values ---
+
+    def _in_vector(self, entries: range) -> range:
+        """Where entries lie in this rank's vector."""
+        return range(entries.start - self._entries.start, entries.stop - self._entries.start)
+
+    def hold(self, value: Partial, tensor: Tensor) -> None:
+        """From now on this rank holds `value`."""
+        self._held.setdefault(value.node, []).append((value.entries, tensor))
+
+    def value(self, value: Partial) -> Tensor:
+        """A value that this rank holds, or holds more of."""
+        start, stop = value.entries.start, value.entries.stop
+        for entries, tensor in self._held[value.node]:
+            if entries == value.entries:
+                return tensor
+            if entries.start <= start and stop <= entries.stop:
+                return self.rank.backend.chunk(tensor, start - entries.start, stop - entries.start)
+        raise KeyError(value)
+
+    def hold_total(self) -> None:
+        """The exchange is over: all values but the total are let go. What was received by reference was read by now."""
+        (update,) = self.program.update
+        assert isinstance(update, Update), "it is the whole phase"
+        parts = [self.value(part) for part in update.total]
+        self.total = self.workspace.joined(parts)
+        self._held.clear()
 
 
-def cut_into_chunks(backend: Backend, nodes: dict[Node, Tensor], size: int, schedule: Schedule) -> Held:
-    """What the rank holds when the exchange begins: each of its nodes, cut into the schedule's chunks."""
-    places = part_ranges(size, schedule.num_chunks)
-    return {
-        (chunk, node): backend.chunk(vector, place.start, place.stop)
-        for node, vector in nodes.items()
-        for chunk, place in enumerate(places)
-    }
-
-
-def take_part(backend: Backend, device: Device, rank: int, round_: Round, held: list[Held]) -> None:
-    """The rank's share of one round: it copies what is sent to it, then does its additions.
-
-    `held` has the entries of all ranks. A rank writes to its own only, and reads of the others' only what was there
-    when the round began.
-    """
-    mine = held[rank]
-    for source, target, chunk, node in round_.transfers:
-        if target == rank:
-            mine[chunk, node] = backend.copy_to(held[source][chunk, node], device)
-    for addition in round_.additions:
-        if addition.rank == rank:
-            chunk = addition.chunk
-            mine[chunk, addition.node] = backend.add(mine[chunk, addition.left], mine[chunk, addition.right])
-
-
-def total_of(backend: Backend, held: Held, schedule: Schedule) -> Tensor:
-    """The rank's total, in one piece, once the rounds are over."""
-    chunks = [held[chunk, node] for chunk, node in enumerate(schedule.totals)]
-    return chunks[0] if len(chunks) == 1 else backend.concat(chunks)
+_HANDLERS: dict[type, Callable[[Any, Any], None]] = {
+    ForwardBackward: Interpreter._forward_backward,
+    AllGather: Interpreter._all_gather,
+    WaitForBackward: Interpreter._wait_for_backward,
+    Add: Interpreter._add,
+    Communicate: Interpreter._communicate,
+    Wait: Interpreter._wait,
+    AllReduce: Interpreter._all_reduce,
+    Update: Interpreter._update,
+}

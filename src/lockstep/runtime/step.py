@@ -1,25 +1,75 @@
-"""The step that splits the data. START HERE: split the batch, gradients on each device, all-reduce, update."""
+"""One training step, for every engine, framework and number of devices. Start here, and with `parallel/data.py`."""
 
 from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
-from lockstep.runtime import Batch, Engine, Exchanged, Replica
+from lockstep.backends import LossFuture
+from lockstep.data.batch import Batch
+from lockstep.parallel.data import DataParallel, data_parallel
+from lockstep.partition.balance import Balance
 from lockstep.partition.batch import split_into_shards
+from lockstep.partition.buckets import BUCKET_MB, bucket_ranges
+from lockstep.replicas.replica import Replica
+from lockstep.runtime.engine import Engine, StepInput
 
 
-def train_step(engine: Engine, replicas: Sequence[Replica], step: int, batch: Batch, num_shards: int) -> list[float]:
+class StepOptions(NamedTuple):
+    """How the work of a step is split."""
+
+    num_shards: int = 8
+    exchange: str = "sharded"
+    bucket_mb: float = BUCKET_MB
+    shards_together: bool = False  # a rank's shards go through the model together (batch norm over the whole batch)
+
+
+def train_step(
+    engine: Engine, replicas: Sequence[Replica], step: int, batch: Batch, options: StepOptions, balance: Balance
+) -> list[float]:
     """Updates every replica on the whole of `batch`, with the same bits for any number of ranks.
 
-    Gives the summed loss of each shard, in shard order.
+    Returns the summed loss of each shard, in shard order.
     """
-    shards = split_into_shards(batch.num_samples, num_shards)
-    exchanged = sum_gradients(engine, replicas, step, batch, shards)
-    engine.update(replicas, step, exchanged, shards)
-    return exchanged.losses
+    shards = split_into_shards(batch.num_samples, options.num_shards)
+    ranges = balance.ranges(len(shards), engine.num_ranks)
+    entries = replicas[0].entries
+    buckets = bucket_ranges(entries, options.bucket_mb, engine.num_ranks)
+    split = DataParallel(ranges, entries, buckets, options.exchange, options.shards_together)
+    result = engine.run(data_parallel(split), replicas, StepInput(step, batch, shards))
+    balance.measured(ranges, result.seconds)
+    return result.losses
 
 
-def sum_gradients(
-    engine: Engine, replicas: Sequence[Replica], step: int, batch: Batch, shards: list[range]
-) -> Exchanged:
-    """On every rank the sum of all shards' gradients, and what else it has to know for the update."""
-    gradients = engine.forward_backward(replicas, step, batch, shards)
-    return engine.exchange(gradients)
+class Resolved(NamedTuple):
+    """Losses that need not be waited for."""
+
+    losses: list[float]
+
+    def result(self) -> list[float]:
+        """The losses."""
+        return self.losses
+
+
+class Steps(Protocol):
+    """Does one step after the other."""
+
+    max_in_flight: int  # steps that may be under way before somebody has to wait for the first of them
+    why_eager: str  # why steps are not captured as CUDA graphs, where they were to be
+    capture_seconds: float  # that were spent on capture so far
+
+    def __call__(self, step: int, batch: Batch) -> LossFuture:
+        """Does step number `step`, or starts it."""
+        ...
+
+
+class EagerSteps:
+    """Steps that are executed one by one."""
+
+    max_in_flight = 0
+
+    def __init__(self, engine: Engine, replicas: Sequence[Replica], options: StepOptions, balance: Balance) -> None:
+        self._engine, self._replicas, self._options, self._balance = engine, replicas, options, balance
+        self.why_eager, self.capture_seconds = "", 0.0
+
+    def __call__(self, step: int, batch: Batch) -> LossFuture:
+        """Does step number `step`."""
+        return Resolved(train_step(self._engine, self._replicas, step, batch, self._options, self._balance))

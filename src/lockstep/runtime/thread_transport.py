@@ -1,75 +1,139 @@
-"""The gradients of one step on their way between the ranks of one process."""
+"""Ranks that are threads of one process: a value is handed over by reference, and copied by who receives it, if at all."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+from typing import Any
 
 from lockstep.backends import Backend, Tensor
 from lockstep.core.device import Device
-from lockstep.runtime.bucket_queue import Departures, WayOut
-from lockstep.runtime.barrier import Arrivals
-from lockstep.runtime.interpreter import Held, cut_into_chunks, take_part, total_of
-from lockstep.schedules.exchanges.collective import Schedule, in_order
-from lockstep.core.tracing import span
+from lockstep.core.tracing import WAIT, span
+from lockstep.data.dataset import map_leaves
+from lockstep.runtime.engine import RankResult
+from lockstep.runtime.transport import Cancelled, TransferGroup, check_same_layer
 
 
-class Traffic:
-    """Parts of vectors, each of which goes through the schedule's rounds when all ranks have it."""
+class Mailboxes:
+    """A queue from every rank to every other: `SimpleQueue` wakes who waits sooner than the locks of `threading` do."""
+
+    def __init__(self, num_ranks: int, timeout: float | None) -> None:
+        self.timeout = timeout
+        self._from_to: list[list[SimpleQueue[Any]]] = [
+            [SimpleQueue() for _ in range(num_ranks)] for _ in range(num_ranks)
+        ]
+
+    def put(self, source: int, target: int, message: Any) -> None:
+        """Never waits."""
+        self._from_to[source][target].put(message)
+
+    def get(self, source: int, target: int) -> Any:
+        """The next message; waits for it until the deadline."""
+        try:
+            message = self._from_to[source][target].get(timeout=self.timeout)
+        except Empty:
+            raise Cancelled from None
+        if message is Cancelled:
+            raise Cancelled
+        return message
+
+    def cancel(self) -> None:
+        """Wakes all who wait, now or later."""
+        for queues in self._from_to:
+            for queue in queues:
+                queue.put(Cancelled)
+
+
+class Exchanges:
+    """What the ranks of one schedule share: mailboxes for gradients, results, and tensors in mid-forward."""
 
     def __init__(
         self,
         backend: Backend,
         devices: Sequence[Device],
-        schedule: Schedule,
-        places: Sequence[range],
-        timeout: float | None,
+        memories: Sequence[Device],
+        busy: Sequence[int],
+        timeout: float | None = None,
     ) -> None:
-        self._backend, self._devices, self._schedule, self.places = backend, devices, schedule, places
-        self._held: list[list[Held]] = [[{} for _ in devices] for _ in places]  # of a part, of a rank
-        self._departures = [Departures() for _ in devices]
-        # who takes parts through the rounds beside a rank waits as long as the rank does: that one has the deadline
-        self._arrivals = Arrivals(len(devices), timeout=None if self.is_beside else timeout)
+        """`memories` says in which memory each device's tensors are, `busy` which ranks have shards."""
+        self.backend, self.devices, self.memories, self.busy = backend, devices, memories, busy
+        self.values, self.results, self.tensors = (Mailboxes(len(devices), timeout) for _ in range(3))
 
-    @property
-    def is_beside(self) -> bool:
-        """Whether parts leave before backward is over, so that another thread than the rank's own exchanges them."""
-        return len(self.places) > 1
-
-    def way_out(self, rank: int) -> WayOut:
-        """How the gradients of a rank leave."""
-        return WayOut(self.places, self._departures[rank].leave)
-
-    def travel(self, rank: int) -> Tensor:
-        """The rank's share in the exchange of all parts; gives the total."""
-        try:
-            for number, round_ in in_order(len(self.places), len(self._schedule.rounds)):
-                self.go_on(rank, number, round_)
-                self._backend.synchronize(self._devices[rank])
-                if round_ < len(self._schedule.rounds):  # from the last round on, it needs nobody else
-                    self._arrivals.wait(rank)
-            total = self.total(rank)
-            self._backend.synchronize(self._devices[rank])
-            return total
-        except BaseException:
-            self.cancel()  # the others would wait
-            raise
-
-    def go_on(self, rank: int, number: int, round_: int) -> None:
-        """Begins a round of a part, which ends the one before: the rank has what it needs for it."""
-        held = self._held[number]
-        nodes = self._departures[rank].wait_for(number) if round_ == 0 else None
-        with span("exchange"):
-            if nodes is not None:
-                held[rank] = cut_into_chunks(self._backend, nodes, len(self.places[number]), self._schedule)
-            else:
-                take_part(self._backend, self._devices[rank], rank, self._schedule.rounds[round_ - 1], held)
-
-    def total(self, rank: int) -> Tensor:
-        """The sum of all ranks' vectors, when all rounds are over."""
-        with span("exchange"):
-            totals = [total_of(self._backend, held[rank], self._schedule) for held in reversed(self._held)]
-            return totals[0] if len(totals) == 1 else self._backend.concat(totals)
+    def transport(self, rank: int) -> "ThreadTransport":
+        """The transport of one rank."""
+        return ThreadTransport(self, rank)
 
     def cancel(self) -> None:
-        """Sends everybody home who waits, now or later."""
-        self._arrivals.cancel()
-        for departures in self._departures:
-            departures.cancel()
+        """Wakes all who wait, now or later."""
+        for mailboxes in (self.values, self.results, self.tensors):
+            mailboxes.cancel()
+
+
+class ThreadTransport:
+    """One rank's connections to the other threads."""
+
+    def __init__(self, shared: Exchanges, rank: int) -> None:
+        self._shared, self._rank = shared, rank
+        self._backend, self._device = shared.backend, shared.devices[rank]
+        self._others = [other for other in range(len(shared.devices)) if other != rank]
+        self._receives: dict[tuple[int, int], list[tuple[int, Tensor | None]]] = {}
+
+    def shares_memory_with(self, rank: int) -> bool:
+        return self._shared.memories[rank] == self._shared.memories[self._rank]
+
+    def start(self, group: TransferGroup) -> None:
+        if group.sends:
+            self._backend.synchronize(self._device)  # whoever reads them must find them finished
+        for target, tensor in group.sends:
+            self._shared.values.put(self._rank, target, tensor)
+        self._receives[group.bucket, group.round] = group.receives
+
+    def finish(self, bucket: int, round_: int) -> list[Tensor]:
+        found = []
+        for source, memory in self._receives.pop((bucket, round_)):
+            with span(WAIT):
+                tensor = self._shared.values.get(source, self._rank)
+            if memory is not None:
+                tensor = self._backend.assign(memory, tensor)
+            elif not self.shares_memory_with(source):
+                tensor = self._backend.copy_to(tensor, self._device)
+            found.append(tensor)
+        return found
+
+    def all_reduce(self, own: Tensor) -> Tensor:
+        raise NotImplementedError("native is refused where ranks are threads")
+
+    def all_gather(self, own: RankResult) -> Callable[[], list[RankResult]]:
+        for other in self._others:
+            self._shared.results.put(self._rank, other, own)
+        found: list[RankResult] = []
+
+        def wait() -> list[RankResult]:
+            if not found:
+                with span(WAIT):
+                    theirs = {other: self._shared.results.get(other, self._rank) for other in self._others}
+                found.extend(own if rank == self._rank else self._here(theirs[rank]) for rank in self._all())
+            return found
+
+        return wait
+
+    def all_gather_tensors(self, layer: str, own: list[Tensor]) -> list[Tensor]:
+        self._backend.synchronize(self._device)
+        others = [rank for rank in self._shared.busy if rank != self._rank]
+        for other in others:
+            self._shared.tensors.put(self._rank, other, (layer, own))
+        theirs = {self._rank: (layer, own)} | {o: self._shared.tensors.get(o, self._rank) for o in others}
+        check_same_layer(layer, [theirs[rank][0] for rank in self._shared.busy])
+        found = [self._backend.copy_to(tensor, self._device) for r in self._shared.busy for tensor in theirs[r][1]]
+        self._backend.synchronize(self._device)  # from here on, the others' memory may be used again
+        return found
+
+    def cancel(self) -> None:
+        self._shared.cancel()
+
+    def _all(self) -> range:
+        return range(len(self._shared.devices))
+
+    def _here(self, result: RankResult) -> RankResult:
+        buffers = [
+            map_leaves(one, lambda tensor: self._backend.copy_to(tensor, self._device)) for one in result.buffers
+        ]
+        return result._replace(buffers=buffers)

@@ -1,20 +1,20 @@
 """The one order in which gradients are ever added: a fixed binary tree over shard numbers.
 
-A node is cut after the largest power of two of its leaves, so nodes are the blocks of a binary counter:
+A node is split after the largest power of two of its leaves, so nodes are the blocks of a binary counter:
 
     S = 8        ((0+1)+(2+3)) + ((4+5)+(6+7))
     S = 5        ((0+1)+(2+3)) + 4
     S = 3        (0+1)+2
 
 Three things follow, and each is used:
-- the tree is as flat as can be: ceil(log2 S) additions deep;
-- the tree of n leaves is what is left of any larger tree when leaves from n on are missing, so a batch with
+- the tree is as flat as possible: ceil(log2 S) additions deep;
+- the tree of n leaves is what is left of any larger tree when the leaves from n on are missing, so a batch with
   fewer samples than shards needs no rule of its own;
 - going through the leaves in order and adding two nodes as soon as both are there keeps at most
   ceil(log2 S) + 1 vectors alive.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 V = TypeVar("V")
@@ -50,26 +50,19 @@ def sum_of(node: Node, leaf: Callable[[int], V], add: Callable[[V, V], V]) -> V:
     return add(left_sum, sum_of(right, leaf, add))
 
 
-def sum_at_once(node: Node, leaf: Callable[[int], V], most: int, add_up: Callable[[str, list[V]], V]) -> V:
-    """The same value, with up to `most` leaves added at once, in the brackets that `add_up` is told.
+def sum_with_brackets(parts: Sequence[V], add: Callable[[V, V], V]) -> V:
+    """The sum of `parts` in the brackets of a tree with as many leaves.
 
-    >>> sum_at_once(Node(0, 5), str, most=4, add_up=lambda brackets, leaves: f"<{brackets} of {','.join(leaves)}>")
-    '<(x0+x1) of <((x0+x1)+(x2+x3)) of 0,1,2,3>,4>'
+    >>> sum_with_brackets(["a", "b", "c"], add=lambda left, right: f"({left}+{right})")
+    '((a+b)+c)'
     """
-    if node.num_leaves == 1:
-        return leaf(node.first)
-    if node.num_leaves <= most:
-        inside = range(node.num_leaves)
-        brackets = sum_of(Node(0, node.num_leaves), leaf="x{}".format, add="({}+{})".format)
-        return add_up(brackets, [leaf(node.first + number) for number in inside])
-    left, right = (sum_at_once(child, leaf, most, add_up) for child in children(node))
-    return add_up("(x0+x1)", [left, right])
+    return sum_of(Node(0, len(parts)), parts.__getitem__, add)
 
 
-def before_last(node: Node) -> list[Node]:
-    """What is added to the last leaf of `node`, in the order of the leaves; so the last of them is added first.
+def left_of_last_leaf(node: Node) -> list[Node]:
+    """The nodes that are added to the last leaf of `node`, in the order of the leaves: the last of them first.
 
-    >>> before_last(Node(0, 7))
+    >>> left_of_last_leaf(Node(0, 7))
     [Node(first=0, num_leaves=4), Node(first=4, num_leaves=2)]
     """
     found = []

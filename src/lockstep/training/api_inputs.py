@@ -1,14 +1,15 @@
-"""What the public functions are given: checked once, and put into the form that a step takes."""
+"""What the text's functions are given: checked once, and put into the form that a step takes."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from lockstep.backends import Backend, Tensor, backend_of_all, places_for
+from lockstep.backends import Backend, Tensor, backend_of_all, named_devices
 from lockstep.core.device import Device
-from lockstep.runtime import Batch, InProcess
 from lockstep.core.errors import ConfigError
 from lockstep.core.layout import Layout, sha256_of
+from lockstep.data.batch import Batch
+from lockstep.runtime.inprocess import InProcess
 
 
 def backend_of_batch(X: Tensor, y: Tensor) -> Backend:
@@ -22,12 +23,12 @@ def backend_of_batch(X: Tensor, y: Tensor) -> Backend:
 
 
 def as_labels(backend: Backend, y: Tensor) -> Tensor:
-    """`y` as whole numbers of 64 bits, once they were found to be labels: frameworks let through different things."""
+    """`y` as 64-bit integers, once they were found to be labels: frameworks let through different things."""
     labels = backend.to_numpy(y)
     if labels.ndim != 1:
         raise ConfigError(f"Labels have the shape {labels.shape}. Give one number for each sample: y.reshape(-1).")
     for wrong in labels[(labels < 0) | (labels != np.floor(labels))][:1]:
-        raise ConfigError(f"A label is {wrong}. Labels are whole numbers from 0 on, one for each class.")
+        raise ConfigError(f"A label is {wrong}. Labels are integers from 0 on, one for each class.")
     return backend.from_numpy(labels.astype(np.int64), backend.device_of(y))
 
 
@@ -44,7 +45,7 @@ def check_replicas(X: Tensor, device_params: list[list[Tensor]], devices: Sequen
             raise ConfigError(
                 f"Parameter {number} holds {param.dtype}. Lockstep trains float32 parameters: convert it."
             )
-    return places_for(backend, devices)
+    return named_devices(backend, devices)
 
 
 def flat_replicas(engine: InProcess, layout: Layout, device_params: list[list[Tensor]]) -> list[Tensor]:
@@ -66,16 +67,20 @@ def flat_replicas(engine: InProcess, layout: Layout, device_params: list[list[Te
     return replicas
 
 
-def layout_of_replica(params: list[Tensor]) -> Layout:
-    """Where each of one device's parameters lies in the flat vector."""
+def layout_of_params(params: list[Tensor]) -> Layout:
+    """Where each of one device's parameters is in the flat vector."""
     return Layout(tuple(f"p{i}" for i in range(len(params))), tuple(tuple(param.shape) for param in params))
 
 
-def batch_of(backend: Backend, X: Tensor, y: Tensor, places: list[Device]) -> Batch:
-    """The whole batch, a shard of which is copied to where it is needed."""
+def batch_of(backend: Backend, X: Tensor, y: Tensor, devices: list[Device]) -> Batch:
+    """The whole batch, a shard of which is copied to where it is needed; bytes become floats from 0 to 1."""
+    is_bytes = "uint8" in str(X.dtype)
 
     def fetch(rank: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        X_shard, y_shard = (backend.copy_to(backend.chunk(tensor, start, stop), places[rank]) for tensor in (X, y))
+        device = devices[rank]
+        X_shard, y_shard = (backend.copy_to(backend.chunk(tensor, start, stop), device) for tensor in (X, y))
+        if is_bytes:
+            X_shard = backend.take(X_shard, backend.from_numpy(np.arange(stop - start), device), 0, stop - start)
         return X_shard, y_shard
 
     return Batch(len(X), fetch)

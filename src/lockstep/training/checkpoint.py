@@ -13,35 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.config import RunConfig
+from lockstep.config import RunConfig, settings_in
 from lockstep.core.device import Device
+from lockstep.core.entry_points import is_entry_point
 from lockstep.core.errors import ConfigError, RunError
 from lockstep.core.layout import Array
-from lockstep.core.entry_points import is_place
-from lockstep.core.serialization import Damaged, NotPlain, pack, unpack
+from lockstep.core.serialization import CorruptData, NotSerializable, pack, unpack
+from lockstep.core.settings import IDENTITY
 from lockstep.report.events import EpochDone
 from lockstep.report.runlog import what_to_do, write_whole
-
-# What the bits depend on, beside the data: a run that goes on must have the same.
-IDENTITY = (
-    "model",
-    "data",
-    "loss",
-    "optimizer",
-    "batch_size",
-    "learning_rate",
-    "momentum",
-    "weight_decay",
-    "schedule",
-    "warmup",
-    "clip_norm",
-    "batch_norm",
-    "precision",
-    "compile",
-    "num_shards",
-    "seed",
-    "backend",
-)
 
 
 @dataclass
@@ -64,7 +44,7 @@ class Checkpoint:
     made_with: dict[str, str]  # versions and kind of device: others may round differently
     progress: Progress
     weights: dict[str, Array]
-    memory: Any  # of a replica
+    states: dict[str, Any]  # the optimizer's state, by the part of the model that it belongs to
 
     def packed(self) -> bytes:
         """The checkpoint as bytes."""
@@ -75,13 +55,13 @@ class Checkpoint:
                 "made_with": self.made_with,
                 "progress": progress,
                 "weights": self.weights,
-                "memory": self.memory,
+                "states": self.states,
             }
         )
 
 
 def unpacked(data: bytes) -> Checkpoint:
-    """The checkpoint that was packed; `Damaged` if it is not one, to the last byte."""
+    """The checkpoint that was packed; `CorruptData` if it is not one, to the last byte."""
     tree = unpack(data, is_strict=False)
     try:
         progress = Progress(
@@ -91,19 +71,22 @@ def unpacked(data: bytes) -> Checkpoint:
                 "history": [EpochDone(**done) for done in tree["progress"]["history"]],
             }
         )
-        found = Checkpoint(tree["run"], tree["made_with"], progress, tree["weights"], tree["memory"])
+        found = Checkpoint(tree["run"], tree["made_with"], progress, tree["weights"], tree["states"])
         _check_forged(found)
         if found.packed() != data:
             raise ValueError("other bytes stand for the same")
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
-        raise Damaged("what it holds is not a checkpoint") from problem
+        raise CorruptData("what it holds is not a checkpoint") from problem
     return found
 
 
 def _check_forged(found: Checkpoint) -> None:
     """Refuses what no run has saved, though its SHA-256 is right."""
     progress = found.progress
-    if not all(isinstance(part, dict) for part in (found.run, found.made_with, found.weights)):
+    if (
+        not all(isinstance(part, dict) for part in (found.run, found.made_with, found.weights, found.states))
+        or not found.states
+    ):
         raise ValueError("a part is missing")
     if not all(isinstance(array, np.ndarray) for array in found.weights.values()):
         raise ValueError("weights are arrays")
@@ -118,7 +101,7 @@ def _check_forged(found: Checkpoint) -> None:
 
 def identity_of(config: RunConfig, data_sha256: str | None, num_train: int) -> dict[str, Any]:
     """What the bits of a run depend on."""
-    identity = {name: getattr(config, name) for name in IDENTITY}
+    identity = {each.name: getattr(config, each.name) for each in settings_in(IDENTITY)}
     identity |= {"data_sha256": data_sha256, "num_train": num_train}
     if config.schedule != "constant":  # the rate of a step then depends on how many there will be
         identity["num_epochs"] = config.num_epochs
@@ -162,14 +145,14 @@ def check_length(progress: Progress, config: RunConfig, num_train: int) -> None:
         )
 
 
-def how_to_go_on(config: RunConfig) -> str:
-    """The command that goes on with the run, as a sentence; nothing where there is no checkpoint."""
+def how_to_resume(config: RunConfig) -> str:
+    """The command that resumes the run, as a sentence; nothing where there is no checkpoint."""
     if config.out is None or not Checkpoints(config.out, config.keep_checkpoints).paths():
         return ""
     own = [(name, getattr(config, name)) for name in ("model", "data", "loss", "optimizer")]
-    given = "".join(f" --{name} {shlex.quote(value)}" for name, value in own if is_place(value))
+    given = "".join(f" --{name} {shlex.quote(value)}" for name, value in own if is_entry_point(value))
     command = f"lockstep train --resume --out {shlex.quote(str(config.out))}{given}"
-    return f" In a program, use resume=True. Go on with: {command}"
+    return f" In a program, use resume=True. Resume with: {command}"
 
 
 class Checkpoints:
@@ -201,7 +184,7 @@ class Checkpoints:
             self._damaged = []
             for old in self.paths()[self._keep :]:
                 old.unlink()
-        except NotPlain as problem:
+        except NotSerializable as problem:
             raise RunError(
                 f"step {checkpoint.progress.step}: a checkpoint cannot hold all of this run: {problem}. Train without "
                 f"checkpoints (--checkpoint-every 0), or keep it elsewhere."
@@ -221,7 +204,7 @@ class Checkpoints:
         for number, path in enumerate(paths):
             try:
                 return path, unpacked(path.read_bytes())
-            except (OSError, Damaged) as problem:
+            except (OSError, CorruptData) as problem:
                 why = problem.strerror if isinstance(problem, OSError) else str(problem)
                 if number + 1 == len(paths):
                     raise ConfigError(

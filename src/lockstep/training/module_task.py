@@ -7,30 +7,30 @@ import torch
 from torch import nn
 
 from lockstep.backends.hardware import cpu
-from lockstep.backends.torch import place_of
+from lockstep.backends.torch import torch_device
 from lockstep.config import RunConfig, check_batch
-from lockstep.data import Dataset
-from lockstep.data.arrays import dataset_of_arrays
 from lockstep.core.device import Device
-from lockstep.runtime import Engine
+from lockstep.core.entry_points import OWN, is_entry_point, load_entry_point
 from lockstep.core.errors import ConfigError
 from lockstep.core.layout import Array
-from lockstep.replicas.module_state import arrays_of, copy_of, load
-from lockstep.data.loader import Loader, as_arrays, check_keyed, check_map_style
-from lockstep.models.losses import LOSSES, METRICS, PerSample
-from lockstep.optim.torch_optimizers import optimizer_maker
-from lockstep.training.validation import check_compilable, check_optimizer, check_smallest_shard, made_module
-from lockstep.replicas.train_spec import ModuleRecipe
-from lockstep.replicas.module import ModuleReplica
-from lockstep.replicas.memory_format import lies_channels_last
-from lockstep.core.entry_points import OWN, is_place, load_named
-from lockstep.optim.lr_schedule import Rates
 from lockstep.core.registry import pick
-from lockstep.data.resident import Feed, Samples
-from lockstep.training.task import Given, Task, num_steps
+from lockstep.data import Dataset
+from lockstep.data.arrays import dataset_of_arrays
+from lockstep.data.batch import BatchSource, DeviceMemory
+from lockstep.data.loader import Loader, as_arrays, check_keyed, check_map_style
+from lockstep.data.resident import ResidentData
+from lockstep.models.losses import LOSSES, METRICS, PerSample
+from lockstep.optim.lr_schedule import LRSchedule
+from lockstep.optim.torch_optimizers import MakeOptimizer, OptimizerSettings, named_optimizer, user_optimizer
+from lockstep.replicas.memory_format import wants_channels_last
+from lockstep.replicas.module_capture import CapturableModuleReplica
+from lockstep.replicas.module_state import arrays_of, copy_of, load
+from lockstep.replicas.train_spec import TrainSpec
+from lockstep.training.task import Task, UserObjects, num_steps
+from lockstep.training.validation import check_compilable, check_optimizer, check_smallest_shard, made_module
 
 
-def module_task(config: RunConfig, devices: list[Device], model: Any, data: Any, given: Given) -> Task:
+def module_task(config: RunConfig, devices: list[Device], model: Any, data: Any, objects: UserObjects) -> Task:
     """The task of training `model`, a module or a function that makes one, on `data`."""
     train, test = parts_of(data, config.data)
     num_train, num_test = length_of(train), 0 if test is None else length_of(test)
@@ -39,41 +39,38 @@ def module_task(config: RunConfig, devices: list[Device], model: Any, data: Any,
     module = made_module(model, in_memory, config.seed)
     if config.precision == "tf32" and devices[0].kind != "cuda":
         raise ConfigError("tf32 is a way of NVIDIA's GPUs to multiply, and the devices are CPUs. Use fp32.")
-    loss = _callable(given.loss, config.loss, LOSSES, "loss")
-    optimizer = given.optimizer
-    if optimizer is None and is_place(config.optimizer):
-        optimizer = load_named(config.optimizer, "optimizer")
-    if given.scheduler is not None and (config.schedule != "constant" or config.warmup):
+    loss = _callable(objects.loss, config.loss, LOSSES, "loss")
+    if objects.scheduler is not None and (config.schedule != "constant" or config.warmup):
         raise ConfigError("There is a scheduler, and a schedule or a warm-up too. Give one of them.")
     if isinstance(loss, type):
         raise ConfigError(f"The loss is the class {loss.__name__}. Make one: {loss.__name__}(reduction='none').")
-    if given.metrics is not None and test is None:
+    if objects.metrics is not None and test is None:
         raise ConfigError("There are metrics and no test samples to measure. Give both parts: data=(training, test).")
-    if given.scheduler is not None and not callable(given.scheduler):
+    if objects.scheduler is not None and not callable(objects.scheduler):
         raise ConfigError(
-            f"The scheduler is a {type(given.scheduler).__name__}. Every device has an optimizer of its own: give a "
+            f"The scheduler is a {type(objects.scheduler).__name__}. Every device has an optimizer of its own: give a "
             f"function that makes one, scheduler=lambda optimizer: ..., or a name as schedule=."
         )
     if isinstance(loss, nn.Module) and any(param.requires_grad for param in loss.parameters()):
         raise ConfigError("The loss has parameters of its own, which nobody would train. Make them part of the model.")
-    recipe = ModuleRecipe(
+    spec = TrainSpec(
         module=module,
         loss=loss,
-        metrics=metrics_of(given.metrics, loss),
-        optimizer=optimizer_maker(config, optimizer),
-        scheduler=given.scheduler,
+        metrics=metrics_of(objects.metrics, loss),
+        optimizer=_optimizer(config, objects),
+        scheduler=objects.scheduler,
         seed=config.seed,
-        rates=Rates(config.schedule, config.warmup, num_steps(config, num_train)),
+        lr_schedule=LRSchedule(config.schedule, config.warmup, num_steps(config, num_train)),
         clip_norm=config.clip_norm,
-        is_sync=config.batch_norm == "sync",
+        sync_batch_norm=config.batch_norm == "sync",
         precision=config.precision,
-        channels_last=lies_channels_last(module, devices[0], config.precision),
+        channels_last=wants_channels_last(module, devices[0], config.precision),
         compiles=config.compile,
     )
     check_smallest_shard(config, module, train, num_train)
     if config.compile:
         check_compilable(config, module, train)
-    check_optimizer(recipe)
+    check_optimizer(spec)
     for what, part in (("training", train), ("test", test)):
         if part is not None and not isinstance(part, tuple):
             check_keyed(part, what, config.seed)
@@ -84,12 +81,12 @@ def module_task(config: RunConfig, devices: list[Device], model: Any, data: Any,
         return trained
 
     return Task(
-        model=config.model if given.model is None and not is_place(config.model) else type(module).__name__,
+        model=config.model if objects.model is None and not is_entry_point(config.model) else type(module).__name__,
         initial=arrays_of(module),
         parameters=[name for name, _ in module.named_parameters()],
-        replica=lambda device, weights, memory: ModuleReplica(recipe, device, weights, memory),
-        train_set=lambda engine: feed(engine, train, "training", config),
-        test_set=None if test is None else lambda engine: feed(engine, test, "test", config),
+        replica=lambda device, weights, state: CapturableModuleReplica(spec, device, weights, state),
+        train_set=lambda memory: batch_source(memory, train, "training", config),
+        test_set=None if test is None else lambda memory: batch_source(memory, test, "test", config),
         num_train=num_train,
         num_test=num_test,
         data_sha256=None if in_memory is None else in_memory.sha256,
@@ -97,6 +94,15 @@ def module_task(config: RunConfig, devices: list[Device], model: Any, data: Any,
         trained=finished,
         notes=notes(config, devices, num_train),
     )
+
+
+def _optimizer(config: RunConfig, objects: UserObjects) -> MakeOptimizer:
+    if objects.optimizer is not None:
+        return user_optimizer(objects.optimizer)
+    if is_entry_point(config.optimizer):
+        return user_optimizer(load_entry_point(config.optimizer, "optimizer"))
+    settings = OptimizerSettings(config.learning_rate, config.momentum, config.weight_decay)
+    return named_optimizer(config.optimizer, settings)
 
 
 def parts_of(data: Any, name: str) -> tuple[Any, Any]:
@@ -124,14 +130,14 @@ def length_of(part: Any) -> int:
     return Dataset("", *part).num_train
 
 
-def feed(engine: Engine, part: Any, what: str, config: RunConfig) -> Feed:
+def batch_source(memory: DeviceMemory, part: Any, what: str, config: RunConfig) -> BatchSource:
     """Where the batches of a part come from."""
     if isinstance(part, tuple):
         X, y = part
-        return Samples(engine, X, y, config.compile)
+        return ResidentData(memory, X, y, config.compile)
     workers = min(4, cpu().num_cores) if config.workers is None else config.workers
-    num_processes = engine.num_ranks // len(engine.local_ranks)
-    return Loader(engine, part, what, config.seed, -(-workers // num_processes))
+    num_processes = memory.num_ranks // len(memory.local_ranks)
+    return Loader(memory, part, what, config.seed, -(-workers // num_processes))
 
 
 def metrics_of(given: Any, loss: PerSample) -> dict[str, PerSample]:
@@ -155,7 +161,7 @@ def notes(config: RunConfig, devices: list[Device], num_train: int) -> tuple[str
     said = []
     if config.warmup > num_steps(config, num_train):
         said.append(f"The warm-up of {config.warmup} steps is longer than the run of {num_steps(config, num_train)}.")
-    can_ask = devices[0].kind == "cpu" or config.engine == "inprocess"  # a process that others are forked from cannot
+    can_ask = devices[0].kind == "cpu" or config.engine == "inprocess"  # else it would use CUDA before it forks
     if config.precision == "bf16" and can_ask and not _is_made_for_bfloat16(devices[0]):
         said.append("This device is not made for bfloat16: it will be slower than float32.")
     return tuple(said)
@@ -163,13 +169,13 @@ def notes(config: RunConfig, devices: list[Device], num_train: int) -> tuple[str
 
 def _is_made_for_bfloat16(device: Device) -> bool:
     if device.kind == "cuda":
-        return bool(torch.cuda.get_device_capability(place_of(device)) >= (8, 0))
+        return bool(torch.cuda.get_device_capability(torch_device(device)) >= (8, 0))
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def _callable(given: Any, name: Any, table: dict[str, Callable[..., Any]], what: str) -> Any:
     if given is None:
-        return load_named(name, what) if is_place(name) else pick(table, name, what, more=OWN)
+        return load_entry_point(name, what) if is_entry_point(name) else pick(table, name, what, more=OWN)
     if isinstance(given, str):
         return pick(table, given, what)
     if not callable(given):

@@ -1,15 +1,15 @@
-"""What comes out of a run: its result, its peak memory, its trace, and where to find what there is of it."""
+"""What comes out of a run: its result, its peak memory, its trace, and where to find what is left of it."""
 
 from collections.abc import Sequence
 
 from lockstep.backends import peak_memory
-from lockstep.training.checkpoint import Progress
 from lockstep.config import RunConfig
-from lockstep.runtime import Engine
 from lockstep.core.layout import Array, sha256_of
-from lockstep.report.events import EpochDone, Result, Traced
-from lockstep.training.task import Task
 from lockstep.core.tracing import Span, chrome_trace, lost_time
+from lockstep.report.events import EpochDone, Result, Traced
+from lockstep.runtime.engine import Engine
+from lockstep.training.checkpoint import Progress
+from lockstep.training.task import Task
 
 
 def result_of(
@@ -48,21 +48,21 @@ def peaks_of(engine: Engine) -> dict[str, int]:
         is_one = len(set(engine.devices)) == engine.num_ranks  # else there are several machines
         name = str(own_devices[0]) if is_one else f"rank {engine.local_ranks[0]}"
         peaks = {name: peaks["cpu"]}
-    gathered = engine.gather([peaks for _ in own_devices])
+    gathered = engine.all_gather([peaks for _ in own_devices])
     return {name: peak for of_rank in gathered for name, peak in of_rank.items()}
 
 
 def traced_by(engine: Engine) -> Traced:
     """What all ranks did, and what a perfect speed-up lost."""
-    ranks, beside = (
-        [[Span(*one) for one in of_rank] for of_rank in engine.gather([[list(one) for one in spans] for spans in own])]
-        for own in ([trace.spans for trace in engine.traces], [trace.beside.spans for trace in engine.traces])
+    ranks, exchanges = (
+        [[Span(*one) for one in spans] for spans in engine.all_gather([[list(one) for one in spans] for spans in own])]
+        for own in ([trace.spans for trace in engine.traces], [trace.exchange.spans for trace in engine.traces])
     )
     devices = [str(device) for device in engine.devices]
-    return Traced(chrome_trace(ranks, beside, devices), lost_time(ranks).sentence(len(devices)))
+    return Traced(chrome_trace(ranks, exchanges, devices), lost_time(ranks).sentence(len(devices)))
 
 
-def kept(config: RunConfig, history: Sequence[EpochDone]) -> str:
+def what_is_left(config: RunConfig, history: Sequence[EpochDone]) -> str:
     """Where to find what there is of a run that stopped."""
     if config.out is None:
         return ""

@@ -1,20 +1,29 @@
-"""From a run's settings to what they stand for; everything is found before anything is started or written."""
+"""From a run's settings to what they stand for, and to the engine that runs it: the one place that assembles a run."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from lockstep.backends import Backend, devices_for, load_backend
-from lockstep.config import RunConfig, check_ranks
+from lockstep.config import ENGINES, RunConfig, check_ranks
+from lockstep.core.device import Device
+from lockstep.core.entry_points import OWN, call_user_function, is_entry_point, load_entry_point
+from lockstep.core.errors import ConfigError
+from lockstep.core.registry import pick
 from lockstep.data import Dataset, load_dataset
 from lockstep.data.arrays import dataset_of_arrays
 from lockstep.data.sources import Progress, no_progress
-from lockstep.core.device import Device
-from lockstep.runtime import ENGINES
-from lockstep.core.errors import ConfigError
-from lockstep.schedules.exchanges import EXCHANGES, NATIVE
 from lockstep.models import MODELS, Model
-from lockstep.core.entry_points import OWN, called, is_place, load_named
-from lockstep.core.registry import pick
-from lockstep.training.task import Given, Task, flat_task
+from lockstep.partition.balance import Balance
+from lockstep.replicas.replica import Replica
+from lockstep.runtime.cuda_graph import captured_or_eager_steps
+from lockstep.runtime.engine import Engine
+from lockstep.runtime.inprocess import InProcess
+from lockstep.runtime.step import EagerSteps, StepOptions, Steps
+from lockstep.schedules.exchanges import NATIVE
+from lockstep.training.flat_task import flat_task
+from lockstep.training.task import Task, UserObjects
+
+MODULES = "torch"  # the framework whose modules can be trained
 
 
 class Prepared(NamedTuple):
@@ -27,7 +36,7 @@ class Prepared(NamedTuple):
 
 def prepare(
     config: RunConfig,
-    given: Given | None = None,
+    objects: UserObjects | None = None,
     progress: Progress = no_progress,
     trains: bool = True,
     devices: list[Device] | None = None,
@@ -36,9 +45,8 @@ def prepare(
 
     `devices` are those of all ranks, where they are on several machines.
     """
-    given = given or Given()
-    model = find_model(config, given)
-    pick({**EXCHANGES, NATIVE: None}, config.exchange, "exchange")
+    objects = objects or UserObjects()
+    model = find_model(config, objects)
     if config.exchange == NATIVE and config.engine != "processes":
         raise ConfigError("native is the framework's own all-reduce, between processes: use --engine processes.")
     if config.on_hang == "drop" and config.engine != "processes":
@@ -49,38 +57,37 @@ def prepare(
         devices = devices_for(backend, config.devices, at_most=config.num_shards)
     if trains:
         check_ranks(len(devices), config.num_shards)
-    data = find_data(config, given, progress)
+    data = find_data(config, objects, progress)
     if isinstance(model, Model):
         if not isinstance(data, Dataset):
             raise ConfigError(f"{model.name} needs its samples in memory: give arrays (X, y), or a model of your own.")
-        return Prepared(backend, devices, flat_task(config, backend, model, data, given))
-    from lockstep.replicas import FRAMEWORK
-    from lockstep.training.module_task import module_task
-
-    if backend.name != FRAMEWORK:
+        return Prepared(backend, devices, flat_task(config, backend, model, data, objects))
+    if backend.name != MODULES:
         raise ConfigError(
-            f"{config.model} is a module of {FRAMEWORK}, and the backend is {backend.name}. Use lenet, or {FRAMEWORK}."
+            f"{config.model} is a module of {MODULES}, and the backend is {backend.name}. Use lenet, or {MODULES}."
         )
-    return Prepared(backend, devices, module_task(config, devices, model, data, given))
+    from lockstep.training.module_task import module_task  # loads its framework
+
+    return Prepared(backend, devices, module_task(config, devices, model, data, objects))
 
 
-def find_model(config: RunConfig, given: Given) -> Any:
+def find_model(config: RunConfig, objects: UserObjects) -> Any:
     """A model for every framework, a module, or a function that makes one (of a `Dataset`, where it is built in)."""
-    if given.model is not None:
-        return given.model
-    if is_place(config.model):
-        return load_named(config.model, "model")
+    if objects.model is not None:
+        return objects.model
+    if is_entry_point(config.model):
+        return load_entry_point(config.model, "model")
     return pick(MODELS, config.model, "model", more=OWN)
 
 
-def find_data(config: RunConfig, given: Given, progress: Progress) -> Any:
+def find_data(config: RunConfig, objects: UserObjects, progress: Progress) -> Any:
     """A `Dataset` in memory, or what was given, to be loaded sample by sample."""
-    data, name = given.data, config.data
-    if data is None and is_place(name):
-        function = load_named(name, "data")
+    data, name = objects.data, config.data
+    if data is None and is_entry_point(name):
+        function = load_entry_point(name, "data")
         if not callable(function):
             raise ConfigError(f"The data {name} is a {type(function).__name__}. Name a function that gives the data.")
-        data = called(function, "data")
+        data = call_user_function(function, "data")
     if data is None:
         return load_dataset(name, config.data_dir, progress)
     if isinstance(data, str):
@@ -97,3 +104,19 @@ def is_loaded_one_by_one(data: Any) -> bool:
         part is not None and not isinstance(part, (tuple, list, dict, str)) and not hasattr(part, "__array__")
         for part in parts
     )
+
+
+def inprocess_engine(config: RunConfig, prepared: Prepared) -> InProcess:
+    """The engine `inprocess`, with the settings of a run."""
+    pins = not config.compile  # a compiler's processes would be kept on the same core
+    return InProcess(prepared.backend, prepared.devices, config.timeout, pins=pins)
+
+
+def make_steps(
+    config: RunConfig, engine: Engine, replicas: Sequence[Replica], balance: Balance, in_memory: bool
+) -> Steps:
+    """What does the steps of a run: captured as CUDA graphs where that can be, else eagerly."""
+    options = StepOptions(config.num_shards, config.exchange, config.bucket_mb, config.batch_norm == "sync")
+    if not config.capture or config.trace or config.engine != "inprocess":
+        return EagerSteps(engine, replicas, options, balance)
+    return captured_or_eager_steps(engine, replicas, options, balance, in_memory)

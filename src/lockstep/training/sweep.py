@@ -1,4 +1,4 @@
-"""A grid of runs, compared: device counts, batch sizes and learning rates, the text's first and second exercises."""
+"""A sweep of runs, compared: device counts, batch sizes and learning rates, the text's first and second exercises."""
 
 import csv
 from collections.abc import Callable
@@ -13,20 +13,20 @@ from rich.table import Table
 from lockstep.backends import devices_for, load_backend
 from lockstep.config import RunConfig, check_batch, check_ranks
 from lockstep.core.errors import ConfigError, RunError
-from lockstep.schedules.exchanges import KEEPS_THE_TREE
-from lockstep.training.setup import prepare
 from lockstep.report.console import fetch_progress
 from lockstep.report.events import Result
 from lockstep.report.plots import draw_curves
 from lockstep.report.runlog import check_folder, write_whole
+from lockstep.schedules.exchanges import KEEPS_THE_TREE
 from lockstep.training.run import run
+from lockstep.training.setup import prepare
 
 N = TypeVar("N", int, float)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One run of the grid."""
+    """One run of the sweep."""
 
     num_devices: int
     batch_size: int
@@ -59,10 +59,10 @@ class Row:
         }
 
 
-def make_grid(
+def make_sweep(
     base: RunConfig, devices: str, batch_sizes: str, learning_rates: str, scale_batch: bool
 ) -> list[RunConfig]:
-    """The runs of the grid, all of them checked, ordered so that runs to compare stand next to each other.
+    """The runs of the sweep, all of them checked, ordered so that runs to compare stand next to each other.
 
     All run on one kind of device: on GPUs if there are enough for the largest number, else on logical CPU devices.
     """
@@ -92,15 +92,15 @@ def _numbers(text: str, kind: Callable[[str], N], option: str, example: str) -> 
         raise ConfigError(f"{option} {text}: not a list of numbers. Write them with commas: {example}.") from wrong
 
 
-def run_grid(grid: list[RunConfig], folder: Path, quiet: bool = False) -> list[Row]:
-    """Trains every run of the grid, each recorded in a folder of its own below `folder`."""
+def run_sweep(sweep: list[RunConfig], folder: Path, quiet: bool = False) -> list[Row]:
+    """Trains every run of the sweep, each recorded in a folder of its own below `folder`."""
     check_folder(folder)
     with fetch_progress() as progress:
-        num_train = prepare(grid[0], progress=progress).task.num_train
-    for config in grid:
+        num_train = prepare(sweep[0], progress=progress).task.num_train
+    for config in sweep:
         check_batch(config.batch_size, num_train, config.data)
     rows = []
-    for config in grid:
+    for config in sweep:
         num_devices = str(config.devices).count(",") + 1
         name = f"k{num_devices}-batch{config.batch_size}-lr{config.learning_rate!r}"
         result = run(replace(config, out=folder / name), quiet=quiet)
@@ -108,7 +108,7 @@ def run_grid(grid: list[RunConfig], folder: Path, quiet: bool = False) -> list[R
     return rows
 
 
-def save_grid(rows: list[Row], folder: Path) -> None:
+def save_sweep(rows: list[Row], folder: Path) -> None:
     """Writes compare.csv and compare.png."""
 
     def write_csv(path: Path) -> None:

@@ -1,67 +1,41 @@
 """`lockstep.train`: the text's experiment, and a model and data of the user's own."""
 
-from collections.abc import Callable, Sequence
+import inspect
 from pathlib import Path
 from typing import Any
 
-from lockstep.backends import DEFAULT_BACKEND
-from lockstep.config import RunConfig
+from lockstep.config import TYPES, RunConfig, field_of, settings_in
+from lockstep.core.entry_points import describe
 from lockstep.core.errors import ConfigError
-from lockstep.core.torchrun_env import says_the_result
-from lockstep.core.entry_points import name_of
+from lockstep.core.settings import option_of
+from lockstep.core.torchrun_env import prints_result
 from lockstep.report.events import Result
 from lockstep.training.run import run
-from lockstep.training.task import Given
+from lockstep.training.task import UserObjects
+
+OBJECTS = ("model", "data", "loss", "optimizer", "scheduler", "metrics")  # what may be a user object
+WHAT = {
+    "model": "a name, a module, or a function that makes one",
+    "data": "a name, (X, y), ((X, y), (X_test, y_test)), or a map-style data set",
+    "loss": "a name, or a function of (output, y)",
+    "optimizer": "a name, or a function of the parameters",
+}
 
 
 def train(
     num_gpus: int | None = None,
     batch_size: int = 256,
     lr: float | None = None,
-    num_epochs: int = 10,
+    num_epochs: int | None = None,
     *,
-    model: Any = "lenet",
-    data: Any = "fashion-mnist",
-    loss: str | Callable[..., Any] = "cross_entropy",
-    optimizer: str | Callable[..., Any] = "sgd",
-    momentum: float = 0.0,
-    weight_decay: float = 0.0,
-    schedule: str = "constant",
-    warmup: int = 0,
-    scheduler: Callable[..., Any] | None = None,
-    clip_norm: float | None = None,
-    metrics: Any = None,
-    batch_norm: str = "shard",
-    precision: str = "fp32",
-    compile: bool = False,
-    capture: bool = True,
-    trace: bool = False,
-    devices: int | str | Sequence[str] | None = None,
-    epochs: int | None = None,
-    shards: int | None = None,
-    num_shards: int = 8,
-    seed: int = 0,
-    backend: str = DEFAULT_BACKEND,
-    engine: str = "inprocess",
-    exchange: str = "sharded",
-    bucket_mb: float = 8.0,
-    balance: str = "equal",
-    workers: int | None = None,
-    data_dir: str | Path | None = None,
-    out: str | Path | None = None,
     resume: bool = False,
-    checkpoint_every: int | None = None,
-    keep_checkpoints: int = 3,
-    check_every: int = 100,
-    heal: bool = False,
-    timeout: float = 60.0,
-    on_hang: str = "stop",
-    max_restarts: int = 3,
     quiet: bool = False,
+    **settings: Any,
 ) -> Result:
     """Trains a model on k devices: the same weights, bit for bit, whatever k is.
 
-    The first four arguments are the text's. `epochs` and `shards` are other names for `num_epochs` and `num_shards`.
+    The first four arguments are the text's. All others are the settings of `lockstep train` (see `RunConfig`), by the
+    names of its options; `num_epochs` and `num_shards` are other names for `epochs` and `shards`.
 
     - `model`: a name, a module (left as it was; the trained one is `result.module`), or a function that makes one.
     - `data`: a name, `(X, y)`, `((X, y), (X_test, y_test))`, a map-style data set, or a pair of such. Bytes reach the
@@ -71,75 +45,73 @@ def train(
     - `schedule`: constant, cosine or linear, after `warmup` steps; or `scheduler`, a function of the optimizer, whose
       result is stepped after every update.
     - `metrics`: names or functions like those of `loss`, as a list or by name; means over the test samples come out.
-    - `out`: the run's folder. With `resume=True` a run in it goes on from its last checkpoint, on any devices.
+    - `out`: the run's folder. With `resume=True` a run in it continues from its last checkpoint, on any devices.
 
     >>> result = train(2, batch_size=256, lr=0.2, num_epochs=1, data="fashion-mnist-mini", quiet=True)
     >>> result.devices, result.steps
     (['cpu:0', 'cpu:1'], 8)
     """
-    if num_gpus is not None and devices is not None:
-        raise ConfigError("train got both num_gpus and devices. Give it one of them.")
-    if epochs is not None and num_epochs != 10:
-        raise ConfigError("train got both epochs and num_epochs. Give it one of them.")
-    if shards is not None and num_shards != 8:
-        raise ConfigError("train got both shards and num_shards. Give it one of them.")
+    named = {"num_gpus": num_gpus, "batch_size": batch_size, "lr": lr, "num_epochs": num_epochs, **settings}
+    objects = {name: named[name] for name in OBJECTS if name in named}
+    user_objects = UserObjects(**{n: o for n, o in objects.items() if not isinstance(o, (str, Path))})
+    given = _config_settings({name: value for name, value in named.items() if name not in ("scheduler", "metrics")})
+    _check_objects(objects, given)
+    result = run(RunConfig(**given), user_objects, quiet=quiet, resume=resume)
+    if not quiet and prints_result():
+        print(result.lines())
+    return result
+
+
+def _config_settings(named: dict[str, Any]) -> dict[str, Any]:
+    """The fields of `RunConfig` that were given, user objects by what a run's record calls them."""
+    given: dict[str, Any] = {}
+    called: dict[str, str] = {}
+    for option, value in named.items():
+        try:
+            name = field_of({"num_gpus": "devices"}.get(option, option)).name
+        except StopIteration:
+            known = ", ".join(option_of(each) for each in settings_in())
+            raise TypeError(f"train() got an unexpected keyword argument {option!r}. It takes: {known}.") from None
+        if value is None:
+            continue
+        if name in given:
+            raise ConfigError(f"train got both {called[name]} and {option}. Give it one of them.")
+        if name == "data" and not isinstance(value, (str, Path)):
+            value = "data given in Python"
+        elif name in OBJECTS and not isinstance(value, (str, Path)):
+            value = describe(value)
+        elif name == "devices" and isinstance(value, (list, tuple)):
+            value = ",".join(map(str, value))
+        elif name == "devices" and not isinstance(value, int):
+            value = str(value)  # also a device of the framework
+        given[name], called[name] = value, option
+    return given
+
+
+def _check_objects(objects: dict[str, Any], given: dict[str, Any]) -> None:
+    for name in ("model", "data", "loss", "optimizer"):
+        if name in objects and objects[name] is None:
+            raise ConfigError(f"The {name} is None. Leave it out for the default, or give {WHAT[name]}.")
+    optimizer = objects.get("optimizer", "")
     is_function = not isinstance(optimizer, str) and not hasattr(optimizer, "param_groups")
-    if is_function and (lr is not None or momentum or weight_decay):
+    if is_function and any(given.get(name) for name in ("learning_rate", "momentum", "weight_decay")):
         raise ConfigError(
             "The optimizer is made by a function: give it the learning rate, momentum and weight decay there."
         )
-    if data is None:
-        raise ConfigError("The data is None. Give a name, (X, y), ((X, y), (X_test, y_test)), or a map-style data set.")
-    if isinstance(devices, (list, tuple)):
-        devices = ",".join(map(str, devices))
-    elif devices is not None and not isinstance(devices, int):
-        devices = str(devices)  # also a device of the framework
-    config = RunConfig(
-        model=model if isinstance(model, str) else name_of(model),
-        data=data if isinstance(data, str) else str(data) if isinstance(data, Path) else "data given in Python",
-        loss=loss if isinstance(loss, str) else name_of(loss),
-        optimizer=optimizer if isinstance(optimizer, str) else name_of(optimizer),
-        batch_size=batch_size,
-        learning_rate=lr,
-        momentum=momentum,
-        weight_decay=weight_decay,
-        schedule=schedule,
-        warmup=warmup,
-        clip_norm=clip_norm,
-        batch_norm=batch_norm,
-        precision=precision,
-        compile=compile,
-        capture=capture,
-        trace=trace,
-        num_epochs=num_epochs if epochs is None else epochs,
-        num_shards=num_shards if shards is None else shards,
-        seed=seed,
-        backend=backend,
-        devices=num_gpus if devices is None else devices,
-        engine=engine,
-        exchange=exchange,
-        bucket_mb=bucket_mb,
-        balance=balance,
-        workers=workers,
-        data_dir=None if data_dir is None else Path(data_dir),
-        out=None if out is None else Path(out),
-        checkpoint_every=checkpoint_every,
-        keep_checkpoints=keep_checkpoints,
-        check_every=check_every,
-        heal=heal,
-        timeout=timeout,
-        on_hang=on_hang,
-        max_restarts=max_restarts,
-    )
-    given = Given(
-        model=None if isinstance(model, str) else model,
-        data=None if isinstance(data, (str, Path)) else data,
-        loss=None if isinstance(loss, str) else loss,
-        optimizer=None if isinstance(optimizer, str) else optimizer,
-        scheduler=scheduler,
-        metrics=metrics,
-    )
-    result = run(config, given, quiet=quiet, resume=resume)
-    if not quiet and says_the_result():
-        print(result.lines())
-    return result
+
+
+def _full_signature() -> inspect.Signature:
+    """The signature with every setting, as `help(lockstep.train)` shows it."""
+    own = list(inspect.signature(train).parameters.values())[:-1]
+    options = [(option_of(each), each) for each in settings_in()]
+    added = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=TYPES[each.name])
+        for name, each in options
+        if name not in {parameter.name for parameter in own}
+    ]
+    for name in ("scheduler", "metrics"):
+        added.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Any))
+    return inspect.Signature([*own, *added], return_annotation=Result)
+
+
+train.__signature__ = _full_signature()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What the user gave: a module, or a function that makes one; checked before anything starts, with other functions."""
+"""Validation of user objects: a module, or a function that makes one, an optimizer; before anything starts."""
 
 import contextlib
 import copy
@@ -11,14 +11,16 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils.data import default_collate
 
 from lockstep.config import RunConfig
+from lockstep.core.entry_points import call_user_function
+from lockstep.core.errors import ConfigError
+from lockstep.core.random import AUGMENTATION
 from lockstep.data import Dataset
 from lockstep.data.dataset import map_leaves
-from lockstep.core.errors import ConfigError
+from lockstep.data.seeded import seeded
 from lockstep.models import BuiltIn
-from lockstep.replicas.module_state import call, copy_of, modes_of, set_modes
-from lockstep.replicas.keyed_random import AUGMENTATION, KeyedRandom, random_numbers_of
-from lockstep.replicas.train_spec import ModuleRecipe
-from lockstep.core.entry_points import called
+from lockstep.replicas.keyed_random import KeyedRandom
+from lockstep.replicas.module_state import call, copy_of, modules_in_eval_mode, put_in_eval_mode
+from lockstep.replicas.train_spec import TrainSpec
 
 
 def made_module(model: Any, data: Dataset | None, seed: int) -> nn.Module:
@@ -33,9 +35,9 @@ def made_module(model: Any, data: Dataset | None, seed: int) -> nn.Module:
     elif isinstance(model, BuiltIn) or callable(model):
         make = partial(model.load(), cast(Dataset, data)) if isinstance(model, BuiltIn) else model
         gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
-        with random_numbers_of(seed), torch.random.fork_rng(devices=gpus):
+        with seeded(seed), torch.random.fork_rng(devices=gpus):
             torch.manual_seed(seed)
-            module = called(make, "model")
+            module = call_user_function(make, "model")
     else:
         raise ConfigError(
             f"The model is a {type(model).__name__}. Give a torch.nn.Module, or a function that makes one."
@@ -64,13 +66,13 @@ def made_module(model: Any, data: Dataset | None, seed: int) -> nn.Module:
     return module
 
 
-def check_optimizer(recipe: ModuleRecipe) -> None:
+def check_optimizer(spec: TrainSpec) -> None:
     """What the functions for optimizer and scheduler refuse, they refuse now, on copies."""
-    named = recipe.module.named_parameters()
+    named = spec.module.named_parameters()
     copies = [(name, nn.Parameter(param.detach().clone())) for name, param in named if param.requires_grad]
-    optimizer = called(recipe.optimizer, "optimizer", copies)
-    if recipe.scheduler is not None:
-        scheduler = called(recipe.scheduler, "scheduler", optimizer)
+    optimizer = call_user_function(spec.optimizer, "optimizer", copies)
+    if spec.scheduler is not None:
+        scheduler = call_user_function(spec.scheduler, "scheduler", optimizer)
         if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) or not hasattr(scheduler, "step"):
             raise ConfigError(
                 f"The scheduler is a {type(scheduler).__name__}. It is stepped after every update, without a metric: "
@@ -85,9 +87,9 @@ def check_smallest_shard(config: RunConfig, module: nn.Module, train: Any, num_t
     if not has_norm or config.batch_norm == "sync" or min(rest, config.batch_size) >= 2 * config.num_shards:
         return
     try:
-        with torch.no_grad(), random_numbers_of(config.seed, 0, 0, AUGMENTATION):
+        with torch.no_grad(), seeded(config.seed, 0, 0, AUGMENTATION):
             one = copy_of(module, torch.device("cpu")).train()
-            set_modes(one, modes_of(module))
+            put_in_eval_mode(one, modules_in_eval_mode(module))
             call(one, _first_sample(train))
     except ValueError as problem:
         if "more than 1 value per channel" not in str(problem):
@@ -108,7 +110,7 @@ def check_compilable(config: RunConfig, module: nn.Module, train: Any) -> None:
         raise ConfigError("A compiled model cannot wait for statistics of the whole batch. Leave --compile out.")
     random = KeyedRandom(torch.device("cpu"))
     one = copy_of(module, torch.device("cpu")).train()
-    set_modes(one, modes_of(module))
+    put_in_eval_mode(one, modules_in_eval_mode(module))
     with contextlib.suppress(Exception), torch.no_grad(), random.start(config.seed):
         call(one, map_leaves(_first_sample(train), lambda tensor: torch.cat([tensor, tensor])))
     if random.has_drawn:

@@ -1,7 +1,6 @@
 """The exchanges as our own step does them, and torch.distributed.all_reduce, in the same two processes."""
 
 import time
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,28 +11,31 @@ from lockstep.bench.contenders import Place
 from lockstep.bench.contenders.peer import MEETING_SECONDS, join, meet
 from lockstep.bench.work import Work
 from lockstep.core.device import Device
-from lockstep.runtime.process_group import LOOPBACK, Group, join_store, store_under
+from lockstep.parallel.data import DataParallel, data_parallel
+from lockstep.partition.buckets import BUCKET_MB, bucket_ranges
+from lockstep.partition.ranks import split_over_ranks
+from lockstep.runtime.interpreter import Interpreter
+from lockstep.runtime.process_group import ProcessGroup
 from lockstep.runtime.processes import Processes
-from lockstep.runtime.process_transport import Wire
-from lockstep.schedules.reduction_tree import maximal_nodes
+from lockstep.runtime.store import LOOPBACK, join_store, prefix_store
+from lockstep.schedules.instructions import Partial, WaitForBackward
+from lockstep.schedules.reduction_tree import Node
 
 ALL_REDUCE = "all_reduce"
 
 
 class Exchanges:
-    """A rank that holds the sum of its own shards' gradients, made up, and exchanges it again and again."""
+    """A rank that holds the gradient of one shard, made up, and exchanges it again and again."""
 
     def __init__(self, work: Work, place: Place) -> None:
         self._where = join(work, place)
-        store = store_under(f"{place.name}/ours", join_store(LOOPBACK, place.port, MEETING_SECONDS))
-        devices = [Device(name) for name in work.devices]
-        group = Group(store, place.rank, devices, LOOPBACK, MEETING_SECONDS)
-        self._engine = Processes(load_backend("torch"), devices, group)
+        store = prefix_store(f"{place.name}/ours", join_store(LOOPBACK, place.port, MEETING_SECONDS))
+        self._devices = [Device(name) for name in work.devices]
+        group = ProcessGroup(store, place.rank, self._devices, LOOPBACK, MEETING_SECONDS)
+        self._engine = Processes(load_backend("torch"), self._devices, group)
         self._engine.__enter__()
-        self._ranges = self._engine.balance.ranges(work.num_shards, len(devices))
-        self._nodes = maximal_nodes(self._ranges[place.rank], work.num_shards)
         self._rank = place.rank
-        self._wires: dict[tuple[str, int], Wire] = {}
+        self._interpreters: dict[tuple[str, int], Interpreter] = {}
 
     def warm_up(self, method: str, num_bytes: int) -> dict[str, Any]:
         """Exchanges once, and looks if the sum is right."""
@@ -53,27 +55,35 @@ class Exchanges:
     def _timed(self, method: str, num_bytes: int) -> tuple[float, torch.Tensor]:
         made = torch.Generator().manual_seed(self._rank)
         vector = torch.rand(num_bytes // 4, generator=made).to(self._where)
-        self._engine.exchange_name = method
+        interpreter = None if method == ALL_REDUCE else self._interpreter(method, len(vector))
         meet(self._where)
         began = time.perf_counter()
-        if method == ALL_REDUCE:
+        if interpreter is None:
             dist.all_reduce(vector)
         else:
-            vector = self._summed(vector)
+            vector = self._sum(interpreter, vector)
         meet(self._where)
         return time.perf_counter() - began, vector
 
-    def _summed(self, vector: torch.Tensor) -> torch.Tensor:
-        """As after backward: all parts leave at once."""
-        key = self._engine.exchange_name, len(vector)
-        if key not in self._wires:
-            self._wires = {known: wire for known, wire in self._wires.items() if known[1] == len(vector)}
-            self._wires[key] = self._engine.wire(self._ranges, len(vector))
-        wire = self._wires[key]  # a run has one, and its memory is there from the step before
-        way_out = wire.start()
-        for number, place in enumerate(way_out.places):
-            way_out.leave(number, partial(dict.fromkeys, self._nodes, vector[place.start : place.stop]))
-        return wire.travel()
+    def _interpreter(self, method: str, size: int) -> Interpreter:
+        """A run has one, and its memory is there from the step before."""
+        key = method, size
+        if key not in self._interpreters:
+            self._interpreters = {known: one for known, one in self._interpreters.items() if known[1] == size}
+            num_ranks, entries = len(self._devices), range(size)
+            shards = tuple(split_over_ranks(num_ranks, num_ranks))
+            split = DataParallel(shards, entries, bucket_ranges(entries, BUCKET_MB, num_ranks), method)
+            self._interpreters[key] = self._engine.interpreter(data_parallel(split))
+        return self._interpreters[key]
+
+    def _sum(self, interpreter: Interpreter, vector: torch.Tensor) -> Any:
+        """As after backward: all buckets are there at once."""
+        interpreter.hold(Partial(Node(self._rank, 1), range(len(vector))), vector)
+        for instruction in interpreter.program.exchange:
+            if not isinstance(instruction, WaitForBackward):
+                interpreter.execute(instruction)
+        interpreter.hold_total()
+        return interpreter.total
 
     def close(self) -> None:
         meet(self._where)

@@ -10,13 +10,12 @@ import torch
 from lockstep.bench.contenders import Place
 from lockstep.bench.work import Work, samples_of
 from lockstep.core.device import Device
-from lockstep.runtime import InProcess
-from lockstep.training.loop import Start, Training
 from lockstep.core.layout import sha256_of
-from lockstep.training.setup import prepare
 from lockstep.report.events import EpochDone, Incident, StepDone
-from lockstep.partition.balance import balance_for
-from lockstep.training.task import Given
+from lockstep.training.loop import ResumePoint, Training
+from lockstep.training.replica_set import ReplicaSet
+from lockstep.training.setup import inprocess_engine, prepare
+from lockstep.training.task import UserObjects
 
 
 class Ours:
@@ -24,21 +23,12 @@ class Ours:
 
     def __init__(self, work: Work, place: Place) -> None:
         config, data = work.config(), samples_of(work)
-        prepared = prepare(config, Given(data=(data.X_train, data.y_train)))
+        prepared = prepare(config, UserObjects(data=(data.X_train, data.y_train)))
         self._config, self._parameters = config, prepared.task.parameters
         self._gpus = {Device(name).number for name in work.devices} if work.is_on_gpu else set()
-        self._engine = InProcess(
-            prepared.backend,
-            prepared.devices,
-            config.exchange,
-            balance_for(config.balance),
-            config.timeout,
-            records=config.capture,
-            bucket_mb=config.bucket_mb,
-            pins=not config.compile,
-        )
+        self._engine = inprocess_engine(config, prepared)
         self._engine.__enter__()
-        self._training = Training(config, prepared, self._engine, Start())
+        self._training = Training(config, prepared, self._engine, ResumePoint())
         self._events = self._training.events()
         self._incidents: list[str] = []
 
@@ -59,8 +49,12 @@ class Ours:
         """The weights; on GPUs, where steps may be ahead of their events, at the end of the epoch."""
         while self._gpus and not isinstance(next(self._events), EpochDone):
             pass
-        weights = self._training.replicas[0].arrays()
+        weights = self._replicas().weights()
         return {"weights_sha256": sha256_of([weights[name] for name in self._parameters])}
+
+    def _replicas(self) -> ReplicaSet:
+        assert self._training.replicas is not None, "the run has begun"
+        return self._training.replicas
 
     def _pull(self, num_steps: int) -> None:
         while num_steps:

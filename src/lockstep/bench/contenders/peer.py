@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.backends.hardware import cpu
-from lockstep.backends.torch import place_of
+from lockstep.backends.torch import torch_device
 from lockstep.bench.contenders import Place
 from lockstep.bench.contenders.feeds import in_memory, loaded
 from lockstep.bench.contenders.models import loss_sum, module_for, set_precision
 from lockstep.bench.work import Work, samples_of
 from lockstep.core.device import Device
-from lockstep.runtime.process_group import LOOPBACK, join_store, store_under
-from lockstep.partition.batch import part_ranges
+from lockstep.partition.batch import even_ranges
+from lockstep.runtime.store import LOOPBACK, join_store, prefix_store
 
 MEETING_SECONDS = 600.0
 NUM_WORKERS = 2  # of the loader of each rank, where there is one
@@ -47,12 +47,12 @@ class Choice(NamedTuple):
 
 def join(work: Work, place: Place) -> torch.device:
     """Meets the other ranks, on this machine only; gives where this rank works."""
-    where = place_of(Device(place.device))
+    where = torch_device(Device(place.device))
     if where.type == "cuda":
         torch.cuda.set_device(where)
     dist.init_process_group(
         "nccl" if where.type == "cuda" else "gloo",
-        store=store_under(place.name, join_store(LOOPBACK, place.port, MEETING_SECONDS)),
+        store=prefix_store(place.name, join_store(LOOPBACK, place.port, MEETING_SECONDS)),
         rank=place.rank,
         world_size=place.num_ranks,
         timeout=timedelta(seconds=MEETING_SECONDS),
@@ -75,7 +75,7 @@ class Peer:
 
     def __init__(self, work: Work, place: Place, library: Callable[[torch.device], Library], best: bool) -> None:
         self._work, self._best, self._where = work, best, join(work, place)
-        self._part = part_ranges(work.batch_size, place.num_ranks)[place.rank]
+        self._part = even_ranges(work.batch_size, place.num_ranks)[place.rank]
         self._data = samples_of(work)
         set_precision(work.precision)
         torch.backends.cudnn.benchmark = best

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.backends.torch import place_of
+from lockstep.backends.torch import torch_device
 from lockstep.bench.contenders import Place
 from lockstep.bench.contenders.feeds import Batches, in_memory, loaded
 from lockstep.bench.contenders.models import loss_sum, module_for, set_precision
 from lockstep.bench.work import Work, samples_of
-from lockstep.data import Dataset
 from lockstep.core.device import Device
+from lockstep.data import Dataset
 
 NUM_WORKERS = 4  # the text's
 
@@ -91,4 +91,4 @@ def text_in_memory(work: Work, place: Place) -> Text:
 
 
 def _places(work: Work) -> list[torch.device]:
-    return [place_of(Device(name)) for name in work.devices]
+    return [torch_device(Device(name)) for name in work.devices]

@@ -1,4 +1,4 @@
-"""Where a rank is, told to the others once in a while: when it does not arrive, they can say where it was last seen."""
+"""Heartbeats: each process writes into the store where it is, so that the others can say who is late, and where."""
 
 import json
 import queue
@@ -6,57 +6,46 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from lockstep.core.entry_points import source_line_of
+from lockstep.core.device import Device
+from lockstep.core.source_lines import source_line_of
+from lockstep.runtime.engine import Position
+from lockstep.runtime.store import Store
 
 T = TypeVar("T")
-SECONDS = 0.5  # between two signs of life
+SECONDS = 0.5  # between two heartbeats
 
 
-class Store(Protocol):
-    """Where processes write down what the others have to know."""
+class Heartbeat:
+    """Writes this process's position, and the source line of the thread that made it, into a store."""
 
-    def add(self, key: str, amount: int) -> int: ...
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def check(self, keys: list[str]) -> bool: ...
-
-
-class Whereabouts:
-    """The phase and the step that this process is at."""
-
-    def __init__(self) -> None:
-        self.phase, self.step = "start", 0
-        self._over = threading.Event()
-        self._thread: threading.Thread | None = None
+    def __init__(self, position: Position, store: Store, name: str) -> None:
+        self._position, self._store, self._name = position, store, name
         self._main = threading.get_ident()
-
-    def tell(self, store: Store, name: str) -> None:
-        """From now on, writes them into the store under `name`, with the main thread's source line, on a thread."""
-        self._thread = threading.Thread(target=self._tell, args=(store, name), daemon=True, name="lockstep-whereabouts")
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._beat, daemon=True, name="lockstep-heartbeat")
         self._thread.start()
 
     def stop(self) -> None:
-        """No more signs of life. The thread has to be over before the process ends."""
-        self._over.set()
-        if self._thread is not None:
-            self._thread.join(timeout=5)
+        """No more heartbeats. The thread has to be over before the process ends."""
+        self._stopped.set()
+        self._thread.join(timeout=5)
 
-    def _tell(self, store: Store, name: str) -> None:
+    def _beat(self) -> None:
         count = 0
-        while not self._over.wait(SECONDS if count else 0):
+        while not self._stopped.wait(SECONDS if count else 0):
             count += 1
-            frame = sys._current_frames().get(self._main)
-            said = {"count": count, "step": self.step, "phase": self.phase, "line": source_line_of(frame)}
+            frame, position = sys._current_frames().get(self._main), self._position
+            said = {"count": count, "step": position.step, "phase": position.phase, "line": source_line_of(frame)}
             try:
-                store.set(f"whereabouts/{name}", json.dumps(said))
+                self._store.set(f"heartbeat/{self._name}", json.dumps(said))
             except RuntimeError:  # the store is gone, and so is the run
                 return
 
 
 def ask(question: Callable[[], T], seconds: float) -> T:
-    """What a store answers, in time: on its own it waits for ever where the way to it is cut without a word."""
+    """What a store answers, in time: on its own it waits for ever where the connection to it is cut without notice."""
     answers: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 
     def answer() -> None:
@@ -75,36 +64,36 @@ def ask(question: Callable[[], T], seconds: float) -> T:
     return found  # type: ignore[return-value]
 
 
-def look(store: Store, names: list[str]) -> list[dict[str, Any] | None]:
-    """What each of them said last; None where nothing was said."""
+def last_heartbeats(store: Store, names: list[str]) -> list[dict[str, Any] | None]:
+    """The last heartbeat of each process; None where there was none."""
     found: list[dict[str, Any] | None] = []
     for name in names:
-        key = f"whereabouts/{name}"
+        key = f"heartbeat/{name}"
         found.append(json.loads(store.get(key)) if store.check([key]) else None)
     return found
 
 
-def find_late(store: Store, names: list[str], devices: list[str], own: int) -> tuple[list[int], str]:
-    """The ranks that did not arrive where rank `own` waits, and for each where it was last seen, and if it is alive."""
-    before = look(store, names)
+def find_stragglers(store: Store, names: list[str], devices: list[Device], own: int) -> tuple[list[int], str]:
+    """The ranks that did not arrive where rank `own` waits, and for each where it was last, and if it is alive."""
+    before = last_heartbeats(store, names)
     time.sleep(3 * SECONDS)
-    now = look(store, names)
+    now = last_heartbeats(store, names)
     here = now[own] or {"step": 0}
-    late, sentences = [], []
+    stragglers, sentences = [], []
     for rank, (then, said) in enumerate(zip(before, now, strict=True)):
         if rank == own:
             continue
         who = f"rank {rank} ({devices[rank]})"
         if said is None:
-            late.append(rank)
-            sentences.append(f"{who} has never been heard of")
+            stragglers.append(rank)
+            sentences.append(f"{who} has never sent a heartbeat")
             continue
         is_silent = then is not None and then["count"] == said["count"]
         # who writes a checkpoint is expected to take its time
         is_behind = (said["step"], said["phase"] in ("exchange", "checkpoint")) < (here["step"], True)
         if is_silent or is_behind:
             at = f", at {said['line']}" if said["line"] else ""
-            how = "it gives no sign of life" if is_silent else "it is alive"
-            late.append(rank)
+            how = "it sends no heartbeat" if is_silent else "it is alive"
+            stragglers.append(rank)
             sentences.append(f"{who} is in {said['phase']} of step {said['step']}{at}; {how}")
-    return late, "; ".join(sentences)
+    return stragglers, "; ".join(sentences)

@@ -1,9 +1,9 @@
-"""Starts a worker process for each device, watches over them, and goes on when one of them dies.
+"""Starts a worker process for each device, watches over them, and continues when one of them dies.
 
 The supervisor is the process that the user started. It forks the workers from itself when everything is loaded and
 checked: they start at once, and share what was loaded. It keeps the store in which they find each other, so that any of
-them may die. Whoever is alive belongs to a *generation*; when one dies, the supervisor writes down the next, and the
-others meet again in it.
+them may die. Whoever is alive belongs to a *generation*; when one dies, the supervisor writes the next one into the
+store, and the others connect again in it.
 """
 
 import contextlib
@@ -17,17 +17,17 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from lockstep.core.device import Device
 from lockstep.core.child_process import die_with, fork
-from lockstep.runtime.process_group import serve_store
-from lockstep.runtime.launch.worker import NO_MEMORY, POLL_SECONDS, Member, run_worker
+from lockstep.core.device import Device
 from lockstep.core.errors import Interrupted, RunError
 from lockstep.core.interrupts import SIGNALS, Interrupts
+from lockstep.runtime.launch.worker_client import NO_MEMORY, POLL_SECONDS, WorkerClient, run_worker
+from lockstep.runtime.store import serve_store
 
-GRACE_SECONDS = 5.0  # for a death to be noticed, once others have lost somebody
+GRACE_SECONDS = 5.0  # for a death to be noticed, once a worker has reported that its peers failed
 
 
-class Failed(RunError):
+class WorkerFailed(RunError):
     """A worker's own error, in its words."""
 
     def __init__(self, sentence: str, exit_status: int = 1, trace: str = "", is_recorded: bool = False) -> None:
@@ -36,12 +36,12 @@ class Failed(RunError):
 
 
 class Supervisor:
-    """Runs `work(member)` in a process for each device; `supervise` returns when the first rank has finished."""
+    """Runs `work(client)` in a process for each device; `supervise` returns when the first rank has finished."""
 
     def __init__(
         self,
         devices: list[Device],
-        work: Callable[[Member], None],
+        work: Callable[[WorkerClient], None],
         timeout: float,
         drops_hung: bool,
         max_restarts: int,
@@ -54,22 +54,22 @@ class Supervisor:
         self._num_started = 0
         self._generation = -1
         self._by_rank: list[int] = []
-        self._lost_at: float | None = None  # when the first of this generation said that it lost somebody
-        self._num_heard = 0
-        self._late: list[int] = []  # ranks of this generation that hang
+        self._failed_at: float | None = None  # when the first of this generation reported that its peers failed
+        self._num_read = 0  # of these reports
+        self._stragglers: list[int] = []  # ranks of this generation that hang
         self._dropped: set[int] = set()  # workers that were ended for it
-        self._notes: list[str] = []  # that nobody has heard yet
-        self._num_told = 0  # of them, to the generation that is about to meet
+        self._notes: list[str] = []  # that no generation has shown yet
+        self._num_passed_on = 0  # of them, to the generation that is about to connect
 
     def supervise(self, quiet: bool = False) -> None:
         """Starts the workers and sees the run through."""
-        with Interrupts(says=not quiet) as interrupts:
+        with Interrupts(notify=not quiet) as interrupts:
             try:
                 for slot in range(len(self._slots)):
                     self._start(slot)
                 self._next_generation([])
                 while not self._watch():
-                    self._forget_what_was_heard()
+                    self._drop_read_notes()
                     if interrupts.requested:
                         self._store.set("stop", "")
                     time.sleep(POLL_SECONDS)
@@ -94,9 +94,9 @@ class Supervisor:
         if gone:
             notes = [self._gone(*one) for one in gone]
             if not self._workers:
-                raise Failed(f"{'; '.join(notes)}. No worker is left.")
+                raise WorkerFailed(f"{'; '.join(notes)}. No worker is left.")
             self._next_generation(notes)
-        self._listen()
+        self._read_failures()
         return False
 
     def _gone(self, worker: int, rank: int, slot: int, code: int) -> str:
@@ -104,7 +104,7 @@ class Supervisor:
         who = f"rank {rank} ({self._slots[slot]})"
         error = self._error_of(worker)
         if error is not None and code != NO_MEMORY:
-            raise Failed(error["sentence"], error["exit_status"], error["trace"], is_recorded=rank == 0)
+            raise WorkerFailed(error["sentence"], error["exit_status"], error["trace"], is_recorded=rank == 0)
         if worker in self._dropped:
             what = f"{who} was dropped"
         elif error is not None:
@@ -123,45 +123,45 @@ class Supervisor:
         key = f"error/{worker}"
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
-    def _listen(self) -> None:
-        """Hears from workers that lost others: where nobody has died, somebody hangs, or a connection broke."""
+    def _read_failures(self) -> None:
+        """Reads what workers report of failed peers: where nobody has died, somebody hangs, or a connection broke."""
         number = self._generation
-        while self._num_heard < self._store.add(f"lost/{number}", 0):
-            key = f"lost/{number}/{self._num_heard + 1}"
+        while self._num_read < self._store.add(f"failure/{number}", 0):
+            key = f"failure/{number}/{self._num_read + 1}"
             if not self._store.check([key]):
                 break  # it is being written
-            self._num_heard += 1
+            self._num_read += 1
             said = json.loads(self._store.get(key))
-            self._lost_at = self._lost_at or time.monotonic()
-            if said["late"] and not self._late:
-                self._hang(said["late"], said["said"])
-        if self._lost_at is not None and time.monotonic() > self._lost_at + GRACE_SECONDS and not self._late:
+            self._failed_at = self._failed_at or time.monotonic()
+            if said["stragglers"] and not self._stragglers:
+                self._hang(said["stragglers"], said["said"])
+        if self._failed_at is not None and time.monotonic() > self._failed_at + GRACE_SECONDS and not self._stragglers:
             if not self._restarts_left:
-                raise Failed("The workers lost each other again and again.")
+                raise WorkerFailed("The connections between the workers broke again and again.")
             self._restarts_left -= 1
-            self._next_generation(["the workers lost each other, and meet anew"])
+            self._next_generation(["the connections between the workers broke, and are made anew"])
 
-    def _hang(self, late: list[int], said: str) -> None:
+    def _hang(self, stragglers: list[int], said: str) -> None:
         sentence = f"after {self._timeout:g} s in an exchange: {said}"
         if not self._drops_hung:
-            raise Failed(
-                f"{sentence}. A longer --timeout waits longer, --on-hang drop goes on without those that hang."
+            raise WorkerFailed(
+                f"{sentence}. A longer --timeout waits longer, --on-hang drop continues without those that hang."
             )
-        if len(late) == len(self._by_rank):
-            raise Failed(f"{sentence}. Nobody is left to go on without them.")
-        self._late = late
-        self._dropped.update(self._by_rank[rank] for rank in late)
+        if len(stragglers) == len(self._by_rank):
+            raise WorkerFailed(f"{sentence}. Nobody is left to continue without them.")
+        self._stragglers = stragglers
+        self._dropped.update(self._by_rank[rank] for rank in stragglers)
         self._notes.append(sentence)
-        for rank in late:
+        for rank in stragglers:
             with contextlib.suppress(ProcessLookupError, KeyError):
                 os.kill(self._workers[self._by_rank[rank]][0], signal.SIGKILL)
 
     def _next_generation(self, notes: list[str]) -> None:
         self._notes += notes
-        self._num_told = len(self._notes)
+        self._num_passed_on = len(self._notes)
         self._generation += 1
         self._by_rank = sorted(self._workers, key=lambda worker: self._workers[worker][1])
-        self._lost_at, self._num_heard, self._late = None, 0, []
+        self._failed_at, self._num_read, self._stragglers = None, 0, []
         record = {
             "workers": self._by_rank,
             "devices": [str(self._slots[self._workers[worker][1]]) for worker in self._by_rank],
@@ -169,18 +169,18 @@ class Supervisor:
         }
         self._store.set(f"generation/{self._generation}", json.dumps(record))
 
-    def _forget_what_was_heard(self) -> None:
-        """What happened is told to every generation until one has met, and can say it."""
-        if self._num_told and self._store.check([f"met/{self._generation}"]):
-            del self._notes[: self._num_told]
-            self._num_told = 0
+    def _drop_read_notes(self) -> None:
+        """What happened is passed on to every generation until one is connected, and can show it."""
+        if self._num_passed_on and self._store.check([f"connected/{self._generation}"]):
+            del self._notes[: self._num_passed_on]
+            self._num_passed_on = 0
 
     def _start(self, slot: int) -> None:
         worker, parent = self._num_started, os.getpid()
         self._num_started += 1
         sys.stdout.flush()
         sys.stderr.flush()
-        with warnings.catch_warnings():  # of forking while there are threads: the store's has nothing to do with us
+        with warnings.catch_warnings():  # about forking while there are threads: the store's has nothing to do with us
             warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
             process = fork()
         if process == 0:
@@ -192,7 +192,7 @@ class Supervisor:
         try:
             os.close(self._listener)
             die_with(parent)
-            for number in SIGNALS:  # they may go to all: the supervisor tells who has to know
+            for number in SIGNALS:  # they may be sent to all processes: the supervisor passes them on
                 signal.signal(number, signal.SIG_IGN)
             status = run_worker(worker, self._port, self._timeout, self._work)
         except BaseException:  # nothing of the parent's must run in the child

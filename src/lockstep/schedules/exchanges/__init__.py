@@ -1,28 +1,28 @@
-"""Who sends what to whom, as plain data. No framework, no numpy."""
+"""All-reduce algorithms by name: a file each, a function from "who has which shards" to who sends what to whom."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
+from lockstep.core.registry import pick
+from lockstep.schedules.exchanges.collective import Collective
 from lockstep.schedules.exchanges.gather import gather
 from lockstep.schedules.exchanges.ring import ring
-from lockstep.schedules.exchanges.collective import Schedule
 from lockstep.schedules.exchanges.sharded import sharded
 from lockstep.schedules.exchanges.tree import tree
-from lockstep.core.registry import pick
 
-EXCHANGES: dict[str, Callable[[list[range]], Schedule]] = {
+EXCHANGES: dict[str, Callable[[Sequence[range]], Collective]] = {
     "gather": gather,
     "sharded": sharded,
     "tree": tree,
     "ring": ring,
 }
 
-NATIVE = "native"  # the framework's own all-reduce, which has no schedule of ours
+NATIVE = "native"  # the framework's own all-reduce: one instruction, `AllReduce`
 
 KEEPS_THE_TREE = frozenset({"gather", "sharded", "tree"})  # the others add in an order that depends on k
 
 
 @cache
-def schedule_for(name: str, ranges: tuple[range, ...]) -> Schedule:
-    """The schedule of the exchange called `name` when rank r has the shards `ranges[r]`."""
-    return pick(EXCHANGES, name, "exchange")(list(ranges))
+def collective_for(name: str, ranges: tuple[range, ...]) -> Collective:
+    """The all-reduce called `name` when rank r has the shards `ranges[r]`."""
+    return pick(EXCHANGES, name, "exchange")(ranges)

@@ -1,13 +1,14 @@
-"""An exchange as plain data: rounds of transfers and additions.
+"""An all-reduce as plain data: rounds of transfers and additions, and what each rank does in them.
 
-The same object is run by the engines and proved right by a test that needs no framework.
-
-A rank holds nodes (partial sums, see `nodes.py`), each cut into `num_chunks` chunks. In a round every transfer
+A rank holds nodes (partial sums, see `reduction_tree.py`), each cut into `num_chunks` chunks. In a round every transfer
 reads what its source held when the round began; then each rank does its additions, in order.
 """
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from lockstep.partition.batch import even_ranges
+from lockstep.schedules.instructions import Add, Communicate, Instruction, Partial, Receive, Send, Wait
 from lockstep.schedules.reduction_tree import Node, maximal_nodes
 
 
@@ -41,32 +42,90 @@ class Round(NamedTuple):
     additions: tuple[Addition, ...] = ()
 
 
-class Schedule(NamedTuple):
+class Collective(NamedTuple):
     """Who sends what to whom, until each rank holds every chunk of the total."""
 
     num_chunks: int
     rounds: tuple[Round, ...]
     totals: tuple[Node, ...]  # for each chunk, the node that is the total (the ring's do not start at leaf 0)
 
+    def instructions(
+        self, rank: int, buckets: Sequence[range], prepare: Callable[[range], list[Instruction]]
+    ) -> list[Instruction]:
+        """What one rank does to all-reduce every bucket. `prepare` makes a bucket's own nodes, before its first round.
 
-def own_nodes(ranges: list[range]) -> list[list[Node]]:
+        While a bucket is communicated, the next ones are started: see `pipelined`.
+        """
+        own = [_own_part(round_, rank) for round_ in self.rounds]
+        found: list[Instruction] = []
+        for bucket, number in pipelined(len(buckets), len(own)):
+            chunks = chunks_of(buckets[bucket], self.num_chunks)
+            if number == 0:
+                found += prepare(buckets[bucket])
+            else:
+                found += _end(own[number - 1], bucket, number - 1, chunks)
+            if number < len(own):
+                found += _start(own[number], rank, bucket, number, chunks)
+        return found
+
+    def total_of(self, buckets: Sequence[range]) -> tuple[Partial, ...]:
+        """The parts of the total, in the order of their entries."""
+        parts = [
+            Partial(self.totals[number], chunk)
+            for bucket in buckets
+            for number, chunk in enumerate(chunks_of(bucket, self.num_chunks))
+            if chunk
+        ]
+        return tuple(sorted(parts, key=lambda part: part.entries.start))
+
+
+def _own_part(round_: Round, rank: int) -> Round:
+    """What one rank has to do with a round."""
+    return Round(
+        tuple(transfer for transfer in round_.transfers if rank in (transfer.source, transfer.target)),
+        tuple(addition for addition in round_.additions if addition.rank == rank),
+    )
+
+
+def _start(own: Round, rank: int, bucket: int, number: int, chunks: list[range]) -> list[Instruction]:
+    transfers = [t for t in own.transfers if chunks[t.chunk]]
+    sends = tuple(Send(Partial(t.node, chunks[t.chunk]), t.target) for t in transfers if t.source == rank)
+    receives = tuple(Receive(Partial(t.node, chunks[t.chunk]), t.source) for t in transfers if t.target == rank)
+    return [Communicate(bucket, number, sends, receives)] if transfers else []
+
+
+def _end(own: Round, bucket: int, number: int, chunks: list[range]) -> list[Instruction]:
+    wait: list[Instruction] = [Wait(bucket, number)] if any(chunks[t.chunk] for t in own.transfers) else []
+    return wait + [
+        Add(Partial(a.node, entries), (Partial(a.left, entries), Partial(a.right, entries)))
+        for a in own.additions
+        if (entries := chunks[a.chunk])
+    ]
+
+
+def chunks_of(entries: range, num_chunks: int) -> list[range]:
+    """A range of entries in `num_chunks` parts, of which some may be empty."""
+    return [entries[part.start : part.stop] for part in even_ranges(len(entries), num_chunks)]
+
+
+def own_nodes(ranges: Sequence[range]) -> list[list[Node]]:
     """For each rank, the nodes that it holds before the exchange: the maximal ones of its shards."""
     num_shards = sum(map(len, ranges))
     return [maximal_nodes(shards, num_shards) for shards in ranges]
 
 
-def in_order(num_parts: int, num_rounds: int) -> list[tuple[int, int]]:
-    """(part, round) in the one order in which every rank begins them; the round after the last one is the end.
+def pipelined(num_buckets: int, num_rounds: int) -> list[tuple[int, int]]:
+    """(bucket, round) in the one order in which every rank starts them; the round after the last one is the end.
 
-    While a part waits for others, the next two have begun. All ranks keep to this order, so none waits in a circle.
+    While a bucket waits for others, the next two are started. All ranks keep to this order, so there is no deadlock.
 
-    >>> in_order(num_parts=3, num_rounds=1)
+    >>> pipelined(num_buckets=3, num_rounds=1)
     [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]
     """
-    both = [(part, round_) for part in range(num_parts) for round_ in range(num_rounds + 1)]
+    both = [(bucket, round_) for bucket in range(num_buckets) for round_ in range(num_rounds + 1)]
     return sorted(both, key=lambda entry: (entry[0] + 2 * entry[1], entry[1]))
 
 
-def without_idle_rounds(rounds: list[Round]) -> tuple[Round, ...]:
+def without_empty_rounds(rounds: list[Round]) -> tuple[Round, ...]:
     """The rounds in which something happens."""
     return tuple(r for r in rounds if r.transfers or r.additions)

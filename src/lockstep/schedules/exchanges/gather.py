@@ -3,11 +3,20 @@
 Simple, and rank 0 is the bottleneck: (k-1) vectors in, (k-1) vectors out, through one device.
 """
 
+from collections.abc import Sequence
+
+from lockstep.schedules.exchanges.collective import (
+    Addition,
+    Collective,
+    Round,
+    Transfer,
+    own_nodes,
+    without_empty_rounds,
+)
 from lockstep.schedules.reduction_tree import Node, children, missing_sums
-from lockstep.schedules.exchanges.collective import Addition, Round, Schedule, Transfer, own_nodes, without_idle_rounds
 
 
-def gather(ranges: list[range]) -> Schedule:
+def gather(ranges: Sequence[range]) -> Collective:
     """All nodes to rank 0, which completes the tree; the total back to all."""
     num_shards, nodes = sum(map(len, ranges)), own_nodes(ranges)
     known = {node for held in nodes for node in held}
@@ -17,4 +26,4 @@ def gather(ranges: list[range]) -> Schedule:
         tuple(Addition(0, 0, *children(node)) for node in missing_sums(known, num_shards)),
     )
     hand_out = Round(tuple(Transfer(0, rank, 0, total) for rank in range(1, len(ranges))))
-    return Schedule(1, without_idle_rounds([collect, hand_out]), (total,))
+    return Collective(1, without_empty_rounds([collect, hand_out]), (total,))

@@ -4,13 +4,21 @@ The least traffic a link can have, the choice of most systems, and an order of a
 added up starting at rank c. So it depends on k, and **does not keep the bits**; it is here to compare with.
 """
 
+from collections.abc import Sequence
 from functools import reduce
 
+from lockstep.schedules.exchanges.collective import (
+    Addition,
+    Collective,
+    Round,
+    Transfer,
+    own_nodes,
+    without_empty_rounds,
+)
 from lockstep.schedules.reduction_tree import Node
-from lockstep.schedules.exchanges.collective import Addition, Round, Schedule, Transfer, own_nodes, without_idle_rounds
 
 
-def ring(ranges: list[range]) -> Schedule:
+def ring(ranges: Sequence[range]) -> Collective:
     """Once around to add up (chunk c ends on rank c-1), once around to hand out."""
     num_ranks, nodes = len(ranges), own_nodes(ranges)
     ranks = range(num_ranks)
@@ -42,7 +50,7 @@ def ring(ranges: list[range]) -> Schedule:
         Round(tuple(Transfer((c - 1 + step) % num_ranks, (c + step) % num_ranks, c, totals[c]) for c in ranks))
         for step in range(num_ranks - 1)
     ]
-    return Schedule(num_ranks, without_idle_rounds(rounds), totals)
+    return Collective(num_ranks, without_empty_rounds(rounds), totals)
 
 
 def _note(additions: list[Addition], addition: Addition) -> Node:

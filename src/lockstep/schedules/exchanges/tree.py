@@ -5,12 +5,20 @@ back by doubling: one rank has it, then two, then four.
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 
+from lockstep.schedules.exchanges.collective import (
+    Addition,
+    Collective,
+    Round,
+    Transfer,
+    own_nodes,
+    without_empty_rounds,
+)
 from lockstep.schedules.reduction_tree import Node, children, missing_sums
-from lockstep.schedules.exchanges.collective import Addition, Round, Schedule, Transfer, own_nodes, without_idle_rounds
 
 
-def tree(ranges: list[range]) -> Schedule:
+def tree(ranges: Sequence[range]) -> Collective:
     """About log2(k) rounds up the tree, and log2(k) rounds of doubling to hand the total out."""
     num_ranks, num_shards = len(ranges), sum(map(len, ranges))
     holder = {node: rank for rank, held in enumerate(own_nodes(ranges)) for node in held}
@@ -26,7 +34,7 @@ def tree(ranges: list[range]) -> Schedule:
 
     total = Node(0, num_shards)
     up = [Round(tuple(transfers[i]), tuple(additions[i])) for i in range(1, ready[total] + 1)]
-    return Schedule(1, without_idle_rounds(up + doubling(holder[total], num_ranks, total)), (total,))
+    return Collective(1, without_empty_rounds(up + doubling(holder[total], num_ranks, total)), (total,))
 
 
 def doubling(root: int, num_ranks: int, node: Node) -> list[Round]:

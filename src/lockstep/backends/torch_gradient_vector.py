@@ -1,19 +1,19 @@
-"""A gradient as one flat vector that backward fills, so that parts of it can leave before it is complete."""
+"""A gradient as one flat vector that backward fills, so that buckets of it can be exchanged before it is complete."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from lockstep.backends.protocol import Ready
+from lockstep.backends.protocol import OnReady
 from lockstep.core.layout import Layout
 
 
-class Filling:
-    """The gradient of one shard. Parameters come in any order; `ready` is told how far it is complete from its end."""
+class GradientVector:
+    """The gradient of one shard. Parameters come in any order; `on_ready` is told how far it is complete from its end."""
 
-    def __init__(self, layout: Layout, place: torch.device, ready: Ready) -> None:
-        self.vector = torch.empty(layout.size, dtype=torch.float32, device=place)
+    def __init__(self, layout: Layout, device: torch.device, on_ready: OnReady) -> None:
+        self.vector = torch.empty(layout.size, dtype=torch.float32, device=device)
         pieces = self.vector.split(layout.pieces)
         self._pieces, self._missing = pieces[::2], set(range(len(layout.names)))
         for gap in pieces[1::2]:
@@ -21,9 +21,9 @@ class Filling:
                 gap.zero_()
         self._starts = [piece.storage_offset() for piece in self._pieces]
         self._first = len(self._pieces)  # from this parameter on, all are there
-        self._ready, self._place = ready, place
-        self._wait_for_earlier = self._mark()  # what was computed before may be on another stream than backward's
-        self.is_told = False  # whether somebody was told of a part
+        self._on_ready, self._device = on_ready, device
+        self._wait_for_earlier = self._record_event()  # what was computed before may be on another stream than backward
+        self.is_shared = False  # whether somebody was told of entries
 
     def put(self, number: int, gradient: Tensor) -> bool:
         """Takes the gradient of a parameter, flat; False if it was there already."""
@@ -34,8 +34,8 @@ class Filling:
         if number == self._first - 1:
             while self._first and self._first - 1 not in self._missing:
                 self._first -= 1
-            self.is_told = True
-            self._ready(self.vector, self._starts[self._first], self._both)
+            self.is_shared = True
+            self._on_ready(self.vector, self._starts[self._first], self._record_both)
         return True
 
     def complete(self) -> Tensor:
@@ -44,8 +44,8 @@ class Filling:
             self._pieces[number].zero_()
         return self.vector
 
-    def _both(self) -> Callable[[], None]:
-        wait = self._mark()
+    def _record_both(self) -> Callable[[], None]:
+        wait = self._record_event()
 
         def wait_for_both() -> None:
             self._wait_for_earlier()
@@ -53,10 +53,10 @@ class Filling:
 
         return wait_for_both
 
-    def _mark(self) -> Callable[[], None]:
-        if self._place.type == "cpu":
+    def _record_event(self) -> Callable[[], None]:
+        if self._device.type == "cpu":
             return lambda: None
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._place))
+        event.record(torch.cuda.current_stream(self._device))
         synchronize: Callable[[], None] = event.synchronize
         return synchronize

@@ -1,0 +1,74 @@
+"""A batch, and where batches come from."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from lockstep.backends import Backend, Tensor
+from lockstep.core.device import Device
+from lockstep.core.errors import RunError
+from lockstep.core.layout import Array
+
+Fetch = Callable[[int, int, int], tuple[Any, Any]]  # (rank, start, stop) -> X, y on the rank's device
+Split = Callable[[int], list[range]]  # samples of a batch -> its shards
+
+
+class StaticBatch(NamedTuple):
+    """The same batch in memory that stays in place, as a captured CUDA graph needs it; all ranks are on one GPU."""
+
+    fill: Callable[[], None]  # puts the numbers of the batch's samples where a captured `gather` reads them
+    gather: Callable[[], None]  # all samples at once, for `fetch` to slice
+    fetch: Fetch
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The samples of one update, and how a rank gets some of them."""
+
+    num_samples: int
+    fetch: Fetch
+    static: StaticBatch | None = None  # where the samples are in the GPU's memory
+
+
+class BatchSource(Protocol):
+    """Where batches come from."""
+
+    num_samples: int
+    in_memory: bool  # a batch may be as large as all samples: nothing is loaded before it is fetched
+
+    def batches(self, order: Array, batch_size: int, split: Split, epoch: int) -> Iterator[Batch]:
+        """The samples in `order`, in batches; a rank will fetch the shards that `split` makes of each."""
+        ...
+
+    def close(self) -> None:
+        """Ends what was started to load samples."""
+        ...
+
+
+class DeviceMemory(Protocol):
+    """The devices of this process's ranks, as a batch source sees them: an engine is one."""
+
+    backend: Backend
+    devices: list[Device]  # of all ranks
+    num_ranks: int
+    local_ranks: range  # those of this process
+
+    def place(self, array: Array) -> list[Tensor]:
+        """Data to read from, for each local rank; ranks on the same device share it."""
+        ...
+
+
+@contextmanager
+def loader_errors() -> Iterator[None]:
+    """Says in a sentence that a process which loads samples has died: the news may come at any line of this thread."""
+    try:
+        yield
+    except RuntimeError as problem:
+        if "DataLoader worker" not in str(problem):
+            raise
+        said = str(problem).partition(". ")[0]
+        raise RunError(
+            f"The data cannot be loaded: {said}. It was killed, ended itself, or ran out of memory: use fewer "
+            f"processes (--workers), or none to see more (--workers 0)."
+        ) from problem

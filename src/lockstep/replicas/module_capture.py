@@ -1,0 +1,80 @@
+"""A module's side of CUDA graph capture: every shard has a twin of the module, with buffers and random numbers of its own."""
+
+from typing import Any
+
+from torch import Tensor
+
+from lockstep.backends.torch import is_capturing, plain_errors
+from lockstep.core.errors import CaptureError
+from lockstep.core.random import shard_seed
+from lockstep.core.tracing import span
+from lockstep.replicas.module import ModuleReplica
+from lockstep.replicas.replica import AllGatherTensors, Capturable, Leaf, Shard
+from lockstep.replicas.shard_module import ShardModule
+
+
+class CapturableModuleReplica(ModuleReplica, Capturable):
+    """A replica whose shards can be computed side by side, and captured. Its update always runs eagerly."""
+
+    _is_captured = False
+
+    def why_not_capturable(self) -> str:
+        return "statistics of the whole batch are exchanged in between (--batch-norm sync)" if self._sync else ""
+
+    def begin_capture(self, step: int) -> None:
+        if not self._is_captured:
+            self._twins: dict[int, ShardModule] = {}  # by the number of the shard
+        if is_capturing(self._device):  # nothing is computed now
+            for computed in (self._own, *self._twins.values()):
+                computed.buffers.stop_comparing()
+        else:
+            self._undo_unfinished_step()
+        self._is_captured, self._step = True, 0
+        self.begin_step(step)
+
+    def begin_replay(self, step: int) -> None:
+        for number, twin in self._twins.items():
+            twin.random.start(shard_seed(self._spec.seed, step, number))
+        self._is_under_way, self._step = True, step
+
+    def discard_capture(self) -> None:
+        self._undo_unfinished_step()
+        self._twins = {}
+        self._is_captured, self._is_under_way, self._step = False, False, 0
+
+    def capture_generators(self) -> list[Any]:
+        return [twin.random.generator for twin in self._twins.values() if twin.random.has_drawn]
+
+    def forward_backward(self, shards: list[Shard], all_gather: AllGatherTensors) -> list[Leaf]:
+        if not self._is_captured:
+            return super().forward_backward(shards, all_gather)
+        return [self._captured_leaf(shard) for shard in shards]
+
+    def _captured_leaf(self, shard: Shard) -> Leaf:
+        if shard.number not in self._twins:
+            self._twins[shard.number] = self._own.twin()
+        twin = self._twins[shard.number]
+        with plain_errors(self._device.type):
+            twin.buffers.start_shard()
+            with span("forward"):
+                loss = self._captured_forward(twin, shard)
+            with span("backward"):
+                gradients, vector = self._gradients.captured(loss, twin.edges)
+        leaf = self._leaf(loss, gradients, vector, twin)
+        if changed := next(filter(None, leaf.buffers), ""):  # "" are running statistics
+            raise CaptureError(f"the model changes its buffer {changed}")
+        return leaf
+
+    def _captured_forward(self, twin: ShardModule, shard: Shard) -> Tensor:
+        """The summed loss of a shard: computed once to see what it needs, then captured."""
+        if self._spec.compiles:
+            return self._loss_of(twin.module, shard)
+        if not is_capturing(self._device):
+            loss = self.forward(twin.module, twin.random, shard)
+            if twin.random.has_drawn_on_host:
+                raise CaptureError("the model draws random numbers on the host")
+            return loss
+        if not twin.random.has_drawn:
+            return self._loss_of(twin.module, shard)
+        with twin.random:  # whose stream of numbers was started before
+            return self._loss_of(twin.module, shard)

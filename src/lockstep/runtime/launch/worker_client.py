@@ -1,0 +1,139 @@
+"""A worker's side of a run in processes: it joins a generation, connects to the others, and reports what went wrong."""
+
+import json
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from lockstep.core.device import Device
+from lockstep.core.errors import LockstepError, OutOfMemory, PeerFailure
+from lockstep.core.source_lines import user_traceback
+from lockstep.runtime.engine import Position
+from lockstep.runtime.launch.heartbeat import Heartbeat, find_stragglers
+from lockstep.runtime.process_group import ProcessGroup
+from lockstep.runtime.rank_thread import RankThread
+from lockstep.runtime.store import LOOPBACK, join_store, prefix_store
+
+POLL_SECONDS = 0.05
+STORE_SECONDS = 30.0
+NO_MEMORY = 12  # exit status of a worker whose memory ran out: it is not restarted
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The workers that work together, until one of them dies."""
+
+    number: int
+    workers: list[int]  # by rank
+    devices: list[Device]  # by rank
+    notes: list[str] = field(default_factory=list)  # what happened since the one before
+
+
+class WorkerClient:
+    """A worker's connection to the supervisor and to the other workers."""
+
+    def __init__(self, worker: int, port: int, timeout: float) -> None:
+        self.worker, self._port, self._timeout = worker, port, timeout
+        self._store = join_store(LOOPBACK, port, STORE_SECONDS)
+        self.position = Position()
+        self.heartbeat = Heartbeat(self.position, join_store(LOOPBACK, port, STORE_SECONDS), str(worker))
+
+    def join(self, number: int) -> Generation:
+        """The first generation from `number` on that this worker is in; waits for it."""
+        while True:
+            found = self._wait_for(f"generation/{number}")
+            devices = [Device(name) for name in found["devices"]]
+            if self.worker in found["workers"]:
+                return Generation(number, found["workers"], devices, found["notes"])
+            number += 1
+
+    def connect(self, generation: Generation) -> ProcessGroup:
+        """Connections to the others of the generation."""
+        number, rank = generation.number, generation.workers.index(self.worker)
+
+        def connect() -> ProcessGroup:
+            store = prefix_store(f"group/{number}", join_store(LOOPBACK, self._port, STORE_SECONDS))
+            return ProcessGroup(store, rank, generation.devices, LOOPBACK, self._timeout)
+
+        self._store.set(f"arrived/{number}/{self.worker}", "")
+        # who waits for one that hangs notices a death only when its own deadline is over
+        deadline = time.monotonic() + 2 * self._timeout + STORE_SECONDS / 3
+        while missing := self._missing(generation):
+            self._check_that_all_live(number)
+            if time.monotonic() > deadline:
+                failure = PeerFailure("Not all workers have arrived.")
+                failure.stragglers = tuple(missing)
+                raise failure
+        thread = RankThread(f"lockstep-connect-{number}")  # it waits for those who die on the way; we need not
+        future = thread.submit(connect)
+        thread.end(waits=False)
+        while not future.done():
+            self._check_that_all_live(number)
+        return cast(ProcessGroup, future.result())
+
+    def _missing(self, generation: Generation) -> list[int]:
+        """The ranks that are not there yet."""
+        keys = [f"arrived/{generation.number}/{worker}" for worker in generation.workers]
+        return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+
+    def is_to_stop(self) -> bool:
+        """Whether the user has asked for it."""
+        return self._store.check(["stop"])
+
+    def report_connected(self, generation: Generation) -> None:
+        """Tells the supervisor that all of the generation are connected: its notes have been read."""
+        self._store.set(f"connected/{generation.number}", "")
+
+    def _check_that_all_live(self, number: int) -> None:
+        if self._store.check([f"generation/{number + 1}"]):
+            raise PeerFailure("Not all workers of this generation are alive.")
+        time.sleep(POLL_SECONDS / 5)
+
+    def report_failure(self, generation: Generation, failure: PeerFailure) -> None:
+        """Tells the supervisor that other ranks failed, and who did not arrive."""
+        stragglers: list[int] = []
+        said = str(failure)
+        if failure.stragglers:
+            stragglers = list(failure.stragglers)
+            said = "; ".join(f"rank {rank} ({generation.devices[rank]}) has not arrived" for rank in stragglers)
+        elif failure.timed_out and not self._store.check([f"generation/{generation.number + 1}"]):
+            rank, names = generation.workers.index(self.worker), list(map(str, generation.workers))
+            stragglers, said = find_stragglers(self._store, names, generation.devices, rank)
+        number = self._store.add(f"failure/{generation.number}", 1)
+        self._store.set(f"failure/{generation.number}/{number}", json.dumps({"stragglers": stragglers, "said": said}))
+
+    def report_error(self, sentence: str, exit_status: int, trace: str) -> None:
+        """Tells the supervisor why this worker ends."""
+        said = {"sentence": sentence, "exit_status": exit_status, "trace": trace}
+        self._store.set(f"error/{self.worker}", json.dumps(said))
+
+    def wait_for_next(self, generation: Generation) -> None:
+        """This worker is done. It stays until all are, in case it has to take over from one that dies."""
+        self._wait_for(f"generation/{generation.number + 1}")
+
+    def _wait_for(self, key: str) -> Any:
+        while not self._store.check([key]):
+            time.sleep(POLL_SECONDS)
+        return json.loads(self._store.get(key))
+
+
+def run_worker(worker: int, port: int, timeout: float, work: Callable[[WorkerClient], None]) -> int:
+    """`work`, with errors reported to the supervisor, who prints them once; gives the exit status."""
+    client = WorkerClient(worker, port, timeout)
+    try:
+        work(client)
+    except OutOfMemory as problem:
+        client.report_error(str(problem), problem.exit_status, "")
+        return NO_MEMORY
+    except LockstepError as problem:
+        cause = problem.__cause__
+        client.report_error(str(problem), problem.exit_status, user_traceback(cause) if cause is not None else "")
+        return problem.exit_status
+    except BaseException as problem:
+        client.report_error(f"{type(problem).__name__}: {problem}", 1, traceback.format_exc().rstrip())
+        return 1
+    finally:
+        client.heartbeat.stop()
+    return 0

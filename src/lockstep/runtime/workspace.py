@@ -1,0 +1,61 @@
+"""Memory for the values of an exchange, kept from step to step where the framework can write in place.
+
+The parts of the total lie in one vector, so nothing has to be joined at the end. What is received, and sums of it, have
+memory of their own. A rank's own nodes are not here: they are new in every step, and few are alive at a time.
+"""
+
+from lockstep.backends import Backend, Tensor
+from lockstep.core.device import Device
+from lockstep.schedules.instructions import Add, Communicate, Partial, RankProgram, Update
+
+
+class Workspace:
+    """The memory of one rank for one schedule."""
+
+    def __init__(self, backend: Backend, device: Device, program: RankProgram) -> None:
+        self._backend, self._device = backend, device
+        parts = [part for i in program.update if isinstance(i, Update) for part in i.total]
+        self._parts, self._joins = frozenset(parts), len(parts) > 1
+        self._entries = range(parts[0].entries.start, parts[-1].entries.stop)
+        self._stays: set[Partial] = set()
+        for instruction in program.exchange:
+            if isinstance(instruction, Communicate):
+                self._stays.update(receive.value for receive in instruction.receives)
+            elif isinstance(instruction, Add) and self._stays.intersection(instruction.parts):
+                self._stays.add(instruction.total)
+        self._memory: dict[Partial, Tensor] = {}
+        self._total: Tensor = None
+        self._like: Tensor = None
+
+    def use_as_total(self, vector: Tensor) -> None:
+        """The total is to be written into the memory of `vector`, and other values are of its type."""
+        self._total, self._joins, self._like = vector, True, vector
+
+    def is_total(self, value: Partial) -> bool:
+        """Whether `value` has a place in the vector of the total."""
+        return self._joins and value in self._parts
+
+    def memory(self, value: Partial) -> Tensor | None:
+        """Where to write `value`; None: to new memory."""
+        if not self._backend.capabilities.writes_in_place:
+            return None
+        if self.is_total(value):
+            if self._total is None:
+                self._total = self.zeros(len(self._entries))
+            start = value.entries.start - self._entries.start
+            return self._backend.chunk(self._total, start, start + len(value.entries))
+        if value not in self._stays:
+            return None
+        if value not in self._memory:
+            self._memory[value] = self.zeros(len(value.entries))
+        return self._memory[value]
+
+    def zeros(self, num_entries: int) -> Tensor:
+        """A new vector."""
+        return self._backend.zeros(num_entries, self._device, like=self._like)
+
+    def joined(self, parts: list[Tensor]) -> Tensor:
+        """The parts of the total as one vector."""
+        if len(parts) == 1:
+            return parts[0]
+        return self._backend.concat(parts) if self._total is None else self._total

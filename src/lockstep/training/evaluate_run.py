@@ -1,0 +1,117 @@
+"""`lockstep evaluate`: the metrics of a finished run, from the files in its folder."""
+
+from contextlib import closing
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from lockstep.config import RunConfig
+from lockstep.core.entry_points import is_entry_point
+from lockstep.core.errors import ConfigError, DataError
+from lockstep.core.layout import sha256_of
+from lockstep.data.batch import loader_errors
+from lockstep.data.sources import Progress, no_progress
+from lockstep.report.runlog import read_run
+from lockstep.runtime.inprocess import InProcess
+from lockstep.training.evaluate import evaluate
+from lockstep.training.replica_set import ReplicaSet
+from lockstep.training.setup import prepare
+from lockstep.training.weights import checked_weights
+
+OF_NO_CONSEQUENCE = ("out", "engine", "exchange", "devices", "workers", "optimizer", "learning_rate", "momentum")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The metrics of a finished run's weights."""
+
+    test_accuracy: float | None
+    metrics: dict[str, float]  # means over the test samples
+    num_samples: int
+    backend: str
+    backend_version: str
+    devices: list[str]
+    weights_sha256: str
+    run: Path
+
+    def summary(self) -> dict[str, Any]:
+        """The evaluation as plain values."""
+        return asdict(self)
+
+    def lines(self) -> str:
+        """Two lines, like those that the run ended with."""
+        what = ", ".join(f"test {name}: {value:.6g}" for name, value in self.metrics.items() if name != "accuracy")
+        if self.test_accuracy is not None:
+            correct = self.test_accuracy * self.num_samples
+            counted = f" ({round(correct)} of {self.num_samples})" if abs(correct - round(correct)) < 1e-6 else ""
+            what = f"test acc: {self.test_accuracy:.4f}{counted}" + (f", {what}" if what else "")
+        return f"{what} on [{', '.join(self.devices)}]\nweights sha256: {self.weights_sha256}"
+
+
+def evaluate_run(
+    folder: Path,
+    changed: dict[str, Any] | None = None,
+    entry_points: dict[str, str] | None = None,
+    progress: Progress = no_progress,
+) -> Evaluation:
+    """The metrics of the run in `folder`: the same on any devices, nearly so in any framework.
+
+    `changed` are settings that are not the run's own: devices, data_dir, backend. `entry_points` are those of the
+    run's own model, data or loss: code is never run because a file names it.
+    """
+    settings, weights = read_run(folder)
+    config = _recorded_config(settings, folder, entry_points or {}, changed or {})
+    backend, devices, task = prepare(config, progress=progress, trains=False)
+    if task.test_set is None:
+        raise DataError(f"{config.data} has no test samples to evaluate the run in {folder} on.")
+    if task.data_sha256 is not None and settings.get("data_sha256") not in (None, task.data_sha256):
+        raise DataError(f"{config.data} is not the data that the run in {folder} was trained on: its bytes are others.")
+    state = checked_weights(task.initial, weights, folder / "weights.safetensors", config.model)
+    with InProcess(backend, devices) as engine:
+        local = engine.each("replicate", lambda rank, device: task.replica(device, state, None))
+        test_set = task.test_set(engine)
+        with closing(test_set), loader_errors():
+            metrics = evaluate(ReplicaSet(engine, local), test_set, task.piece, config.batch_size)
+    return Evaluation(
+        test_accuracy=metrics.get("accuracy"),
+        metrics=metrics,
+        num_samples=task.num_test,
+        backend=backend.name,
+        backend_version=backend.version(),
+        devices=[str(device) for device in devices],
+        weights_sha256=sha256_of([state[name] for name in task.parameters]),
+        run=folder,
+    )
+
+
+def _recorded_config(
+    settings: dict[str, Any], folder: Path, entry_points: dict[str, str], changed: dict[str, Any]
+) -> RunConfig:
+    """The settings in a run's record, which may be anybody's file."""
+    known = {field.name: field.type for field in fields(RunConfig)}
+    recorded = {name: value for name, value in settings.items() if name in known and value is not None}
+    for name in ("model", "data", "backend"):
+        if not isinstance(recorded.get(name), str):
+            raise ConfigError(
+                f"{folder}/config.json has {recorded.get(name)!r} as its {name}; a run's folder has a name there."
+            )
+    for name in ("model", "data", "loss"):
+        value = recorded.get(name, "")
+        if name in entry_points:
+            recorded[name] = entry_points[name]
+        elif isinstance(value, str) and value.endswith(" given in Python"):
+            raise ConfigError(
+                f"The {name} of the run in {folder} was {value}, and is not in the record. Name a function that makes "
+                f"it: --{name} package.file:function."
+            )
+        elif isinstance(value, str) and is_entry_point(value):
+            raise ConfigError(
+                f"The {name} of the run in {folder} is code of your own, {value}. A record does not decide what code "
+                f"is run: add --{name} {value}."
+            )
+    for name in OF_NO_CONSEQUENCE:
+        recorded.pop(name, None)
+    try:
+        return RunConfig(**{**recorded, **changed})
+    except (TypeError, ValueError, AttributeError) as problem:
+        raise ConfigError(f"{folder}/config.json does not hold the settings of a run: {problem}.") from problem

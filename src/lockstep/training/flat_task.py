@@ -1,0 +1,79 @@
+"""The task of training a model that is a function of one flat vector, in any framework: LeNet."""
+
+from typing import Any
+
+from lockstep.backends import Backend
+from lockstep.config import RunConfig, check_batch
+from lockstep.core.device import Device
+from lockstep.core.errors import ConfigError
+from lockstep.core.layout import Array, layout_of
+from lockstep.core.registry import pick
+from lockstep.data import Dataset
+from lockstep.data.resident import ResidentData
+from lockstep.models import Model
+from lockstep.optim.lr_schedule import LRSchedule
+from lockstep.optim.optimizers import OPTIMIZERS
+from lockstep.replicas.flat import FlatReplica, FlatTrainSpec
+from lockstep.training.task import Task, UserObjects, num_steps
+
+PIECE = 256  # samples that LeNet is evaluated on together; part of the answer's definition, like the number of shards
+
+
+def flat_task(config: RunConfig, backend: Backend, model: Model, data: Dataset, objects: UserObjects) -> Task:
+    """The task of training `model` on `data`."""
+    _check_settings(config, backend, model, objects)
+    data = model.checked(data)
+    check_batch(config.batch_size, data.num_train, data.name)
+    assert config.learning_rate is not None, "a named optimizer has one"
+    initial = model.init(config.seed)
+    layout = layout_of(initial)
+    spec = FlatTrainSpec(
+        backend=backend,
+        forward=model.forward,
+        layout=layout,
+        optimizer=OPTIMIZERS[config.optimizer](config.learning_rate, config.momentum, config.weight_decay),
+        lr_schedule=LRSchedule(config.schedule, config.warmup, num_steps(config, data.num_train)),
+        clip_norm=config.clip_norm,
+        compiles=config.compile,
+    )
+    compiles = config.compile and backend.capabilities.compiles == "on request"
+
+    def replica(device: Device, weights: dict[str, Array], state_dict: Any) -> FlatReplica:
+        flat = backend.from_numpy(layout.flatten([weights[name] for name in layout.names]), device)
+        return FlatReplica(spec, backend.copy_to(flat, device), state_dict)
+
+    return Task(
+        model=model.name,
+        initial=initial,
+        parameters=list(initial),
+        replica=replica,
+        train_set=lambda memory: ResidentData(memory, data.X_train, data.y_train, compiles),
+        test_set=(lambda memory: ResidentData(memory, data.X_test, data.y_test, compiles)) if data.num_test else None,
+        num_train=data.num_train,
+        num_test=data.num_test,
+        data_sha256=data.sha256,
+        piece=PIECE,
+        trained=lambda weights: None,
+    )
+
+
+def _check_settings(config: RunConfig, backend: Backend, model: Model, objects: UserObjects) -> None:
+    for setting, only, value in (
+        ("--batch-norm", "shard", config.batch_norm),
+        ("--precision", "fp32", config.precision),
+        ("--loss", "cross_entropy", config.loss),
+    ):
+        if value != only:
+            raise ConfigError(
+                f"{model.name} is written for every framework, and knows no {setting} {value}. Leave it out."
+            )
+    if config.compile and backend.capabilities.compiles == "no":
+        raise ConfigError(
+            f"{backend.name} does not compile a model. Leave --compile out, or use a backend "
+            f"that does (lockstep devices)."
+        )
+    if objects.scheduler is not None or objects.metrics is not None or config.optimizer not in OPTIMIZERS:
+        pick(OPTIMIZERS, config.optimizer, f"optimizer for {model.name}")
+        raise ConfigError(
+            f"{model.name} is written for every framework: a scheduler or metrics of your own need a module."
+        )
