@@ -118,15 +118,14 @@ class InProcess:
             Interpreter(Rank(rank, device, self.backend, position), schedule, self._exchanges.transport(rank))
             for rank, (device, position) in enumerate(zip(self.devices, self._positions, strict=True))
         ]
+        if schedule.overlaps and not self._comm_threads:
+            for rank, device in enumerate(self.devices):
+                self._comm_threads.append(RankThread(f"lockstep-exchange-{rank}"))
+                self._comm_threads[rank].submit(self.backend.start_worker, device)
         self._schedule = schedule
 
     def _start_exchange(self, rank: int, exchange: Callable[[], None]) -> Callable[[], Any]:
         """Runs a rank's exchange on a thread beside its own."""
-        if not self._comm_threads:
-            self._comm_threads += [RankThread(f"lockstep-exchange-{rank}") for rank in self.local_ranks]
-            for thread, device in zip(self._comm_threads, self.devices, strict=True):
-                thread.submit(self.backend.start_worker, device)
-
         def work() -> None:
             try:
                 with traced(self.traces[rank].exchange if self.traces else None):
