@@ -21,7 +21,7 @@ from lockstep.config import RunConfig
 from lockstep.data import load_dataset
 from lockstep.data.order import sample_order
 from lockstep.core.device import Device
-from lockstep.runtime import InProcess
+from lockstep.runtime.inprocess import InProcess
 from lockstep.core.errors import BackendError, ConfigError, LockstepError, RankError
 from lockstep.core.layout import Layout, layout_of, sha256_of
 from lockstep.models import MODELS, CrossEntropySum
@@ -89,7 +89,7 @@ from pathlib import Path
 from lockstep import allreduce
 from lockstep.backends import load_backend
 from lockstep.core.device import Device
-from lockstep.runtime import InProcess
+from lockstep.runtime.inprocess import InProcess
 import numpy
 backend = load_backend({name!r})
 allreduce([backend.from_numpy(numpy.ones(3, numpy.float32), Device("cpu:0")) for _ in range(2)])

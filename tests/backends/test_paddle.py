@@ -6,7 +6,7 @@ import pytest
 import lockstep
 from lockstep.backends import load_backend
 from lockstep.core.device import Device
-from lockstep.runtime import InProcess
+from lockstep.runtime.inprocess import InProcess
 from lockstep.core.errors import BackendError, LockstepError
 
 PADDLE = load_backend("paddle")

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from lockstep.backends.torch_lenet_cpu import ConvReluPool2d, channels_last, scripted
-from lockstep.replicas.memory_format import flat_in_memory, lies_channels_last, shaped_like
+from lockstep.replicas.memory_format import flat_in_memory_order, wants_channels_last, shaped_like
 
 
 def plain(X, weight, bias, size):
@@ -92,7 +92,7 @@ def test_a_gradient_goes_into_the_flat_vector_and_comes_out_again(shape, is_last
     if is_last and param.ndim == 4:
         param = param.contiguous(memory_format=torch.channels_last)
     gradient = torch.randn(shape)
-    flat = flat_in_memory(gradient, param)
+    flat = flat_in_memory_order(gradient, param)
     assert flat.shape == (param.numel(),)
     back = shaped_like(param, flat)
     assert torch.equal(back, gradient)
@@ -105,6 +105,6 @@ def test_layout_depends_on_module_device_and_precision_alone():
 
     images, numbers = torch.nn.Sequential(torch.nn.Conv2d(1, 1, 1)), torch.nn.Linear(1, 1)
     cpu, gpu = Device("cpu:1"), Device("cuda:0")
-    assert [lies_channels_last(images, device, "fp32") for device in (cpu, gpu)] == [True, False]
-    assert [lies_channels_last(images, gpu, precision) for precision in ("tf32", "bf16")] == [True, True]
-    assert not any(lies_channels_last(numbers, device, "bf16") for device in (cpu, gpu))
+    assert [wants_channels_last(images, device, "fp32") for device in (cpu, gpu)] == [True, False]
+    assert [wants_channels_last(images, gpu, precision) for precision in ("tf32", "bf16")] == [True, True]
+    assert not any(wants_channels_last(numbers, device, "bf16") for device in (cpu, gpu))

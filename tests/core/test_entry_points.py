@@ -5,7 +5,8 @@ import sys
 import pytest
 
 from lockstep.core.errors import ConfigError
-from lockstep.core.entry_points import is_entry_point, load_entry_point, describe, source_line_of
+from lockstep.core.entry_points import describe, is_entry_point, load_entry_point
+from lockstep.core.source_lines import source_line_of
 
 
 @pytest.fixture(autouse=True)

@@ -4,11 +4,11 @@ import math
 
 import pytest
 
-from lockstep.optim.lr_schedule import SCHEDULES, Rates
+from lockstep.optim.lr_schedule import SCHEDULES, LRSchedule
 
 
 def factors(**settings):
-    return [Rates(**settings).factor(step) for step in range(1, settings["num_steps"] + 1)]
+    return [LRSchedule(**settings).factor(step) for step in range(1, settings["num_steps"] + 1)]
 
 
 def test_a_warm_up_grows_in_a_straight_line_and_then_the_schedule_begins_at_its_full_value():

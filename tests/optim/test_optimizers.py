@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.optim.optimizers import RULES, Adam, Sgd, clipped
+from lockstep.optim.optimizers import OPTIMIZERS, Adam, Sgd, clipped
 
 CASES = {
     "sgd": (Sgd(0.1), lambda p: torch.optim.SGD(p, 0.1)),
@@ -34,9 +34,9 @@ def test_rules_are_those_of_pytorch(case):
 
 
 def test_every_name_has_a_rule():
-    assert RULES["sgd"](0.1, 0.9, 0.01) == Sgd(0.1, 0.9, 0.01)
-    assert RULES["adam"](0.1, 0.0, 0.01) == Adam(0.1, 0.01)
-    assert RULES["adamw"](0.1, 0.0, 0.01) == Adam(0.1, 0.01, decoupled=True)
+    assert OPTIMIZERS["sgd"](0.1, 0.9, 0.01) == Sgd(0.1, 0.9, 0.01)
+    assert OPTIMIZERS["adam"](0.1, 0.0, 0.01) == Adam(0.1, 0.01)
+    assert OPTIMIZERS["adamw"](0.1, 0.0, 0.01) == Adam(0.1, 0.01, decoupled=True)
 
 
 def test_clipping_shortens_what_is_too_long_only():

@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import MultiStepLR, OneCycleLR
 
 import lockstep
 from lockstep.data.order import sample_order
-from lockstep.optim.lr_schedule import Rates
+from lockstep.optim.lr_schedule import LRSchedule
 
 NUM_SAMPLES, BATCH, EPOCHS = 40, 10, 3
 NUM_STEPS = EPOCHS * NUM_SAMPLES // BATCH
@@ -45,7 +45,7 @@ def plain_loop(model, X, y, settings, scheduler):
     else:
         optimizer = torch.optim.SGD(params, settings["lr"], momentum=settings.get("momentum", 0.0))
     full = [group["lr"] for group in optimizer.param_groups]
-    rates = Rates(settings.get("schedule", "constant"), settings.get("warmup", 0), NUM_STEPS)
+    rates = LRSchedule(settings.get("schedule", "constant"), settings.get("warmup", 0), NUM_STEPS)
     scheduler = scheduler and scheduler(optimizer)
     step = 0
     for epoch in range(EPOCHS):

@@ -13,7 +13,7 @@ import lockstep
 from lockstep.core.errors import RankError, RunError
 from lockstep.replicas.keyed_random import KeyedRandom, NoDraws
 from lockstep.core.random import shard_seed
-from lockstep.replicas.module import LOOK_STEPS
+from lockstep.replicas.module import NUM_WATCHED_STEPS
 
 CPU = torch.device("cpu")
 X = torch.rand(4, 6, 8)
@@ -147,7 +147,7 @@ def test_a_model_that_begins_to_draw_in_mid_run_is_keyed_from_then_on(vectors):
 
         def forward(self, x):
             self.calls += int(self.training)
-            return super().forward(F.dropout(x, 0.5) if self.calls > 8 * LOOK_STEPS + 10 else x)
+            return super().forward(F.dropout(x, 0.5) if self.calls > 8 * NUM_WATCHED_STEPS + 10 else x)
 
     module = Later()
     settings = {"data": vectors, "batch_size": 8, "epochs": 2, "quiet": True}

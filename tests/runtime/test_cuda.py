@@ -8,7 +8,7 @@ import lockstep
 from lockstep.backends import load_backend
 from lockstep.config import RunConfig
 from lockstep.core.device import Device
-from lockstep.runtime import InProcess
+from lockstep.runtime.inprocess import InProcess
 from lockstep.training.run import run
 
 pytestmark = [
@@ -45,7 +45,7 @@ def test_ranks_on_one_gpu_have_streams_of_their_own_and_share_the_data():
         streams = engine.each("look", lambda rank, device: torch.cuda.current_stream().cuda_stream)
         placed = engine.place(np.arange(10))
         start = np.ones(4, np.float32)
-        replicas = engine.replicate(lambda device: TORCH.copy_to(TORCH.from_numpy(start, device), device))
+        replicas = engine.each("replicate", lambda rank, device: TORCH.copy_to(TORCH.from_numpy(start, device), device))
     assert len(set(streams)) == 2
     assert placed[0].data_ptr() == placed[1].data_ptr()
     assert replicas[0].data_ptr() != replicas[1].data_ptr()
@@ -107,10 +107,10 @@ def test_a_users_tf32_setting_does_not_reach_the_run():
 
 
 def test_a_grid_stays_on_one_kind_of_device():
-    from lockstep.training.sweep import make_grid
+    from lockstep.training.sweep import make_sweep
 
     base = RunConfig(data="fashion-mnist-mini", num_epochs=1)
     too_many = torch.cuda.device_count() + 1
-    assert {config.devices for config in make_grid(base, "1", "256", "0.2", False)} == {"cuda:0"}
-    grid = make_grid(base, f"1,{too_many}", "256", "0.2", False)
+    assert {config.devices for config in make_sweep(base, "1", "256", "0.2", False)} == {"cuda:0"}
+    grid = make_sweep(base, f"1,{too_many}", "256", "0.2", False)
     assert all(str(config.devices).startswith("cpu:0") for config in grid)

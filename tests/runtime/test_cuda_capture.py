@@ -1,6 +1,6 @@
-"""The parts of a step, captured as one CUDA graph with NCCL in it and replayed: the bits of the step as it is run.
+"""A step with an all-reduce over NCCL, captured as one CUDA graph by hand: the bits of the eager step.
 
-Engines do not capture yet. This holds that nothing in a step, its exchange over NCCL included, stands in the way.
+Steps on several GPUs are not captured yet. This holds that nothing in a step stands in the way.
 """
 
 import numpy as np
@@ -9,15 +9,18 @@ import torch
 
 from lockstep.backends import load_backend
 from lockstep.core.device import Device
-from lockstep.runtime import Batch, InProcess
-from lockstep.runtime.process_group import LOOPBACK, Group, join_store, serve_store
+from lockstep.data.batch import Batch
+from lockstep.partition.balance import Balance
+from lockstep.runtime.inprocess import InProcess
+from lockstep.runtime.process_group import ProcessGroup
+from lockstep.runtime.store import LOOPBACK, join_store, serve_store
 from lockstep.schedules.reduction_tree import Node, sum_of
 from lockstep.core.layout import layout_of, sha256_of
 from lockstep.models import CrossEntropySum
 from lockstep.models.lenet import init_lenet, lenet
-from lockstep.replicas.flat import FlatRecipe, FlatReplica
+from lockstep.replicas.flat import FlatTrainSpec, FlatReplica
 from lockstep.partition.batch import split_into_shards
-from lockstep.runtime.step import train_step
+from lockstep.runtime.step import StepOptions, train_step
 from lockstep.optim.optimizers import Sgd
 
 pytestmark = [
@@ -32,7 +35,7 @@ def test_a_captured_step_with_nccl_gives_the_bits_of_the_step():
     params = {name: 3 * array for name, array in init_lenet(0).items()}
     layout = layout_of(params)
     start = layout.flatten(list(params.values()))
-    rule = Sgd(0.1, momentum=0.9)
+    optimizer = Sgd(0.1, momentum=0.9)
     random = np.random.RandomState(0)
     batches = [
         (random.rand(BATCH, 1, 28, 28).astype(np.float32), random.randint(0, 10, BATCH)) for _ in range(NUM_STEPS)
@@ -40,22 +43,22 @@ def test_a_captured_step_with_nccl_gives_the_bits_of_the_step():
     shards = split_into_shards(BATCH, NUM_SHARDS)
 
     with InProcess(TORCH, [GPU]) as engine:
-        recipe = FlatRecipe(TORCH, lenet, layout, rule)
-        replicas = engine.replicate(lambda device: FlatReplica(recipe, TORCH.from_numpy(start.copy(), device)))
+        spec = FlatTrainSpec(TORCH, lenet, layout, optimizer)
+        replicas = [FlatReplica(spec, TORCH.from_numpy(start.copy(), GPU))]
         for step, (X, y) in enumerate(batches, start=1):
             X_gpu, y_gpu = torch.from_numpy(X).cuda(), torch.from_numpy(y).cuda()
 
             def fetch(rank, first, last, X_gpu=X_gpu, y_gpu=y_gpu):
                 return X_gpu[first:last].clone(), y_gpu[first:last].clone()
 
-            train_step(engine, replicas, step, Batch(BATCH, fetch), NUM_SHARDS)
+            train_step(engine, replicas, step, Batch(BATCH, fetch), StepOptions(NUM_SHARDS), Balance())
         expected = sha256_of([TORCH.to_numpy(replicas[0].flat)])
 
     store, port, _ = serve_store()
-    group = Group(join_store(LOOPBACK, port, 30.0), 0, [GPU], LOOPBACK, 30.0)
+    group = ProcessGroup(join_store(LOOPBACK, port, 30.0), 0, [GPU], LOOPBACK, 30.0)
     with TORCH.session([GPU]):
         flat = torch.from_numpy(start.copy()).cuda()
-        state = rule.start(flat)
+        state = optimizer.start(flat)
         inputs = [
             (torch.zeros(len(s), 1, 28, 28, device="cuda"), torch.zeros(len(s), dtype=torch.int64, device="cuda"))
             for s in shards
@@ -67,7 +70,7 @@ def test_a_captured_step_with_nccl_gives_the_bits_of_the_step():
 
             total = sum_of(Node(0, NUM_SHARDS), leaf, TORCH.add)
             group._nccl.allreduce([total]).wait()
-            new, new_state = rule(flat, total / BATCH, state, 1, 1.0)
+            new, new_state = optimizer(flat, total / BATCH, state, 1, 1.0)
             return new, new_state
 
         stream = torch.cuda.Stream()

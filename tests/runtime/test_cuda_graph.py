@@ -1,4 +1,4 @@
-"""Recorded steps without a GPU: a recorder that does the work again where a real one would replay it."""
+"""Captured steps without a GPU: a capture that runs the step again where a CUDA graph would be replayed."""
 
 from contextlib import contextmanager, nullcontext
 
@@ -11,13 +11,13 @@ from lockstep.backends.torch import TorchBackend
 from lockstep.core.errors import RunError
 
 
-class Again:
-    """Does what was recorded again, into the tensors of the recording; its host is as far ahead as with a GPU."""
+class FakeCapture:
+    """Runs the captured step again, into the tensors of the capture; its host is as far ahead as with a GPU."""
 
     def __init__(self):
-        self.num_recorded, self.num_replayed, self.num_forks = 0, 0, 0
-        self.is_recording = False
-        self.overwritten = None  # what is changed in a recording, which only asks for it, has to be as it was
+        self.num_captured, self.num_replayed, self.num_forks = 0, 0, 0
+        self.is_capturing = False
+        self.overwritten = None  # what is written in a capture, which only launches it, has to be as it was
 
     @contextmanager
     def stream(self):
@@ -32,68 +32,55 @@ class Again:
         yield
 
     @staticmethod
-    def beside(number):
+    def side_stream(number):
         return nullcontext()
 
     @staticmethod
-    def narrow():
+    def serialize_streams():
         return False
 
-    most_at_once = 4
+    max_addends = 4
 
     @staticmethod
-    def add_up(brackets, vectors):
+    def fused_add(brackets, vectors):
         return eval(brackets, {f"x{number}": vector for number, vector in enumerate(vectors)})
 
-    def keep(self, what):
-        pass
+    stack = staticmethod(torch.stack)
 
-    together = staticmethod(torch.stack)
-
-    def record(self, work, generators):
-        self.num_recorded += 1
-        work()
+    def capture(self, run, generators):
+        self.num_captured += 1
+        run()
         generators()
-        self.is_recording, self.overwritten = True, []
-        result = work()
+        self.is_capturing, self.overwritten = True, []
+        losses = run().clone()
         for tensor, before in reversed(self.overwritten):
             tensor.copy_(before)
-        self.is_recording, self.overwritten = False, None
-        result = result._replace(
-            totals=[total.clone() for total in result.totals],
-            losses=[loss.clone() for loss in result.losses],
-            rows=[{name: tensor.clone() for name, tensor in row.items()} for row in result.rows],
-        )
+        self.is_capturing, self.overwritten = False, None
 
         def replay():
             self.num_replayed += 1
-            self.is_recording = True
-            again = work()
-            self.is_recording = False
-            for old, new in zip([*result.totals, *result.losses], [*again.totals, *again.losses], strict=True):
-                old.copy_(new)
-            for old, new in zip(result.rows, again.rows, strict=True):
-                for name in old:
-                    old[name].copy_(new[name])
+            self.is_capturing = True
+            losses.copy_(run())
+            self.is_capturing = False
 
-        return replay, result
+        return replay, losses
 
-    def read_later(self, numbers):
+    def copy_to_host(self, numbers):
         found = numbers.tolist()
 
-        class RankTimeout:
+        class Later:
             @staticmethod
-            def read():
+            def result():
                 return found
 
-        return RankTimeout()
+        return Later()
 
 
 @pytest.fixture
-def recorder(monkeypatch):
-    found = Again()
-    monkeypatch.setattr(TorchBackend, "recorder", lambda self, devices: found)
-    monkeypatch.setattr("lockstep.replicas.module.is_recording", lambda place: found.is_recording)
+def capture(monkeypatch):
+    found = FakeCapture()
+    monkeypatch.setattr(TorchBackend, "graph_capture", lambda self, devices: found)
+    monkeypatch.setattr("lockstep.replicas.module_capture.is_capturing", lambda device: found.is_capturing)
     assign = TorchBackend.assign
 
     def assign_and_note(self, target, source):
@@ -127,20 +114,20 @@ SETTINGS = {"data": "fashion-mnist-mini", "num_epochs": 2, "batch_size": 300, "l
     ],
     ids=["lenet", "lenet-adam", "lenet-momentum", "lenet-clipped", "module", "module-adamw"],
 )
-def test_recorded_steps_give_the_bits_of_steps_as_they_are(recorder, how, devices):
+def test_captured_steps_give_the_bits_of_eager_steps(capture, how, devices):
     expected = lockstep.train(**{**SETTINGS, **how}, devices=2, capture=False)
-    assert recorder.num_recorded == 0
+    assert capture.num_captured == 0
     found = lockstep.train(**{**SETTINGS, **how}, devices=devices)
     # 300 samples, and what is left at the end of an epoch; once more when the update is the same from then on
-    assert recorder.num_recorded == (3 if how.get("momentum") and "model" not in how else 2)
-    assert recorder.num_replayed == found.steps
+    assert capture.num_captured == (3 if how.get("momentum") and "model" not in how else 2)
+    assert capture.num_replayed == found.steps
     assert found.weights_sha256 == expected.weights_sha256
     assert found.buffers_sha256 == expected.buffers_sha256
     assert [done.train_loss for done in found.history] == [done.train_loss for done in expected.history]
     assert found.first_loss == expected.first_loss
 
 
-def test_a_recorded_run_is_saved_and_goes_on_in_mid_epoch(recorder, tmp_path):
+def test_a_captured_run_is_saved_and_resumed_in_mid_epoch(capture, tmp_path):
     how = {**SETTINGS, "model": net_with_everything, "check_every": 2}
     expected = lockstep.train(**how, capture=False)
     seen = []
@@ -168,7 +155,7 @@ def test_a_recorded_run_is_saved_and_goes_on_in_mid_epoch(recorder, tmp_path):
 
 
 class Counting(nn.Module):
-    """Its buffer changes with every shard, which recorded steps leave to steps as they are."""
+    """Its buffer changes with every shard, which cannot be captured."""
 
     def __init__(self):
         super().__init__()
@@ -180,16 +167,16 @@ class Counting(nn.Module):
         return self.out(X.flatten(1))
 
 
-def test_what_cannot_be_recorded_is_run_as_it_is_and_said(recorder, capsys):
+def test_what_cannot_be_captured_runs_eagerly_and_says_why(capture, capsys):
     expected = lockstep.train(**SETTINGS, model=Counting, capture=False)
     found = lockstep.train(**{**SETTINGS, "quiet": False}, model=Counting)
     assert found.weights_sha256 == expected.weights_sha256
     assert found.buffers_sha256 == expected.buffers_sha256
-    assert recorder.num_replayed == 0
-    assert "steps are not recorded, but run as they are: the model changes its buffer calls" in capsys.readouterr().err
+    assert capture.num_replayed == 0
+    assert "CUDA graph capture is off, running eagerly: the model changes its buffer calls" in capsys.readouterr().err
 
 
-def test_a_loss_that_is_no_number_is_noticed_though_the_host_is_ahead(recorder):
+def test_a_loss_that_is_no_number_is_noticed_though_the_host_is_ahead(capture):
     with pytest.raises(RunError, match=r"epoch 1, step \d+: the loss is no longer a number"):
         lockstep.train(**{**SETTINGS, "lr": 1e20})
 
@@ -206,7 +193,7 @@ class Remembering(nn.Module):
         return self.out(X.flatten(1)) / self.calls
 
 
-def test_what_is_refused_in_a_step_as_it_is_is_refused_in_a_recorded_one(recorder):
+def test_what_an_eager_step_refuses_a_captured_one_refuses_too(capture):
     with pytest.raises(RunError, match="The model changes its attribute calls in the forward pass"):
         lockstep.train(**SETTINGS, model=Remembering)
-    assert recorder.num_replayed == 0
+    assert capture.num_replayed == 0

@@ -1,9 +1,10 @@
-"""Gradients that leave while others are still computed: they do, and nothing else changes."""
+"""Gradients that are exchanged while others are still computed: they are, and nothing else changes."""
 
 import itertools
 import json
 import threading
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -12,14 +13,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
-from lockstep.backends.torch_gradient import Filling
-from lockstep.runtime.bucket_queue import Departures
-from lockstep.runtime.barrier import Arrivals
-from lockstep.runtime.thread_transport import Traffic
+from lockstep.backends.torch_gradient_vector import GradientVector
+from lockstep.runtime.bucket_queue import BucketQueue, nothing_to_wait_for
+from lockstep.runtime.interpreter import Interpreter
+from lockstep.runtime.thread_transport import Mailboxes
+from lockstep.runtime.transport import Cancelled
+from lockstep.schedules.instructions import Wait
 from lockstep.core.errors import RankTimeout, RankError, RunError
 from lockstep.core.layout import Layout
 
-SMALL = 0.002  # megabytes: the models of these tests have about ten parts
+SMALL = 0.002  # megabytes: the models of these tests have about ten buckets
 SAMPLES = np.random.RandomState(0)
 X = SAMPLES.rand(64, 12).astype(np.float32)
 Y = SAMPLES.randint(0, 4, 64)
@@ -63,26 +66,24 @@ def with_first():
     return layers(First())
 
 
-def test_parts_are_exchanged_before_backward_is_over(monkeypatch):
-    exchanged, go_on = [threading.Event(), threading.Event()], Traffic.go_on
-    steps, waited = itertools.count(), []
+def test_buckets_are_exchanged_before_backward_is_over(monkeypatch):
+    exchanged, execute = {}, Interpreter.execute  # (rank, step): the last layer has been received
+    calls, waited = Counter(), []
 
-    def seen(self, rank, number, round_):
-        go_on(self, rank, number, round_)
-        if (number, round_) == (0, 1) and len(self.places) > 1:  # the last layer has been sent and added up
-            exchanged[rank].set()
+    def seen(self, instruction):
+        execute(self, instruction)
+        if isinstance(instruction, Wait) and instruction.bucket == 0:
+            exchanged.setdefault((self.rank.number, self.rank.position.step), threading.Event()).set()
 
-    def wait():  # 2 steps with 4 shards each
-        number = next(steps)
-        if number == 3:
-            assert not any(event.is_set() for event in exchanged)  # in the first step, it is only looked at
-        if number == 4:
-            for event in exchanged:
-                event.clear()
-        if number >= 6:  # the last shard of each rank is in backward
-            waited.append(all(event.wait(30) for event in exchanged))
+    def wait():  # 2 steps in which each rank has 2 shards
+        thread = threading.current_thread().name
+        calls[thread] += 1
+        if calls[thread] == 2:  # in the first step, it is only found out whether gradients come once
+            assert not exchanged
+        if calls[thread] == 4:
+            waited.append(all(exchanged.setdefault((rank, 2), threading.Event()).wait(30) for rank in range(2)))
 
-    monkeypatch.setattr(Traffic, "go_on", seen)
+    monkeypatch.setattr(Interpreter, "execute", seen)
     monkeypatch.setattr(Through, "does", staticmethod(wait))
     trained(with_first, epochs=1, batch_size=32)
     assert waited == [True, True]
@@ -147,7 +148,7 @@ class Reentrant(nn.Module):
 
 @pytest.mark.parametrize("make", [layers, convolutions, Unused, Reentrant])
 @pytest.mark.parametrize("engine", ["inprocess", "processes"])
-def test_bits_do_not_depend_on_when_gradients_leave(make, engine):
+def test_bits_do_not_depend_on_when_gradients_are_exchanged(make, engine):
     expected = trained(make, devices=1, bucket_mb=0)
     for k in (2, 3):
         for exchange in ("sharded", "tree"):
@@ -156,14 +157,14 @@ def test_bits_do_not_depend_on_when_gradients_leave(make, engine):
             assert found.buffers_sha256 == expected.buffers_sha256
 
 
-def test_flat_models_leave_early_too():
+def test_gradients_of_flat_models_are_exchanged_early_too():
     how = {"data": "fashion-mnist-mini", "epochs": 1, "lr": 0.2, "quiet": True}
     hashes = {lockstep.train(devices=k, bucket_mb=mb, **how).weights_sha256 for k, mb in [(1, 0), (2, 0.05), (3, 0.01)]}
     assert len(hashes) == 1
 
 
 class Changing(Reentrant):
-    """Only later does it do so, when nobody looks any more."""
+    """Only later does it do so, after the first step."""
 
     calls = itertools.count()
 
@@ -173,12 +174,12 @@ class Changing(Reentrant):
         return self.last(self.middle(self.middle(self.first(X)).relu()).relu())
 
 
-def test_a_gradient_that_comes_again_after_it_has_left_is_an_error():
-    with pytest.raises(RunError, match=r"gradient of middle.* has left .*--bucket-mb 0"):
+def test_a_gradient_that_comes_again_while_it_is_exchanged_is_an_error():
+    with pytest.raises(RunError, match=r"gradient of middle.* is being exchanged.*--bucket-mb 0"):
         trained(Changing, bucket_mb=0.0005)
 
 
-def test_an_error_in_backward_ends_everybody(monkeypatch):
+def test_an_error_in_backward_ends_all_ranks(monkeypatch):
     count = iter(range(100))
 
     def fail():
@@ -201,50 +202,72 @@ def test_who_hangs_in_backward_is_named(monkeypatch):
         done.set()
 
 
-def test_parts_leave_in_order_and_a_cancelled_one_is_not_waited_for():
-    departures = Departures()
-    departures.leave(0, lambda: {"node": 1})
-    assert departures.wait_for(0) == {"node": 1}
-    threading.Timer(0.05, departures.cancel).start()
-    with pytest.raises(threading.BrokenBarrierError):
-        departures.wait_for(1)
+def test_who_hangs_in_the_exchange_is_named_with_that_phase(monkeypatch):
+    done, execute, count = threading.Event(), Interpreter.execute, itertools.count()
+
+    def hang(self, instruction):
+        if isinstance(instruction, Wait) and self.rank.number == 1 and next(count) == 3:
+            done.wait(20)
+        execute(self, instruction)
+
+    monkeypatch.setattr(Interpreter, "execute", hang)
+    try:
+        with pytest.raises(RankTimeout, match=r"rank 1 \(cpu:1\) is in exchange of step \d"):
+            trained(timeout=0.5, bucket_mb=0)
+    finally:
+        done.set()
 
 
-def test_a_vector_is_told_of_from_its_end_on():
-    layout, told = Layout(("a", "b", "c"), ((3,), (2, 2), (5,))), []
+@pytest.mark.parametrize("bucket_mb", [0, SMALL])
+def test_an_error_in_the_exchange_names_that_phase(monkeypatch, bucket_mb):
+    execute, count = Interpreter.execute, itertools.count()
 
-    def ready(vector, start, mark):
-        mark()()
-        told.append((start, vector[start:].clone()))
+    def fail(self, instruction):
+        if isinstance(instruction, Wait) and next(count) == 5:
+            raise ValueError("no more")
+        execute(self, instruction)
 
-    filling = Filling(layout, torch.device("cpu"), ready)
-    assert filling.put(1, torch.full((4,), 2.0))
-    assert not told
-    assert filling.put(2, torch.full((5,), 3.0))
-    assert not filling.put(2, torch.zeros(5))
-    ((start, part),) = told
+    monkeypatch.setattr(Interpreter, "execute", fail)
+    with pytest.raises(RankError, match=r"rank \d \(cpu:\d\), during exchange: ValueError: no more"):
+        trained(bucket_mb=bucket_mb)
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("lockstep")]
+
+
+def test_buckets_come_in_order_and_a_cancelled_one_is_not_waited_for():
+    queue, vector = BucketQueue([range(4, 8), range(0, 4)]), torch.zeros(8)
+    queue.on_ready(vector, 5, nothing_to_wait_for)  # nothing is complete yet
+    queue.on_ready(vector, 3, nothing_to_wait_for)
+    assert queue.wait() is vector
+    threading.Timer(0.05, queue.cancel).start()
+    with pytest.raises(Cancelled):
+        queue.wait()
+
+
+def test_a_vector_is_ready_from_its_end():
+    layout, ready = Layout(("a", "b", "c"), ((3,), (2, 2), (5,))), []
+
+    def on_ready(vector, start, record_event):
+        record_event()()
+        ready.append((start, vector[start:].clone()))
+
+    gradient = GradientVector(layout, torch.device("cpu"), on_ready)
+    assert gradient.put(1, torch.full((4,), 2.0))
+    assert not ready
+    assert gradient.put(2, torch.full((5,), 3.0))
+    assert not gradient.put(2, torch.zeros(5))
+    ((start, part),) = ready
     assert start == 16
     assert part.tolist() == [2.0] * 4 + [0.0] * 12 + [3.0] * 5
-    assert filling.complete().tolist() == [0.0] * 16 + part.tolist()  # the first never came
+    assert gradient.complete().tolist() == [0.0] * 16 + part.tolist()  # the first never came
 
 
-def test_nobody_passes_a_barrier_before_all_have_come_and_who_waits_is_sent_home():
-    arrivals, passed = Arrivals(3), []
-
-    def go(rank):
-        for turn in range(50):
-            passed.append((turn, rank))
-            arrivals.wait(rank)
-
-    threads = [threading.Thread(target=go, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert [turn for turn, _ in passed] == sorted(turn for turn, _ in passed)
-    assert len(passed) == 150
-    threading.Timer(0.05, arrivals.cancel).start()
-    with pytest.raises(threading.BrokenBarrierError):
-        arrivals.wait(0)
-    with pytest.raises(threading.BrokenBarrierError):
-        Arrivals(2, timeout=0.05).wait(1)
+def test_a_message_that_does_not_come_is_waited_for_until_the_deadline_or_a_cancellation():
+    mailboxes = Mailboxes(2, timeout=None)
+    mailboxes.put(0, 1, "first")
+    assert mailboxes.get(0, 1) == "first"
+    threading.Timer(0.05, mailboxes.cancel).start()
+    for _ in range(2):  # now, and later
+        with pytest.raises(Cancelled):
+            mailboxes.get(0, 1) if _ == 0 else mailboxes.get(1, 0)
+    with pytest.raises(Cancelled):
+        Mailboxes(2, timeout=0.05).get(0, 1)

@@ -7,7 +7,8 @@ import pytest
 
 from lockstep.core.device import Device
 from lockstep.core.child_process import fork
-from lockstep.runtime.process_group import LOOPBACK, Group, join_store, serve_store
+from lockstep.runtime.process_group import ProcessGroup
+from lockstep.runtime.store import LOOPBACK, join_store, serve_store
 from lockstep.core.errors import PeerFailure
 
 TWO = [Device("cpu:0"), Device("cpu:1")]
@@ -21,34 +22,34 @@ def test_a_rank_that_closes_its_connections_is_noticed_at_once_though_it_lives_o
     if child == 0:
         try:
             timeout = 1.0 if how == "after an error" else 60.0
-            group = Group(join_store(LOOPBACK, port, 30.0), 1, TWO, LOOPBACK, timeout)
-            group.gather(b"here")
+            group = ProcessGroup(join_store(LOOPBACK, port, 30.0), 1, TWO, LOOPBACK, timeout)
+            group.all_gather(b"here")
             kept = None
             if how == "closed":
                 group.close()
             else:
                 try:
-                    group.gather(b"nobody answers this")
-                except PeerFailure as lost:
-                    kept = lost
+                    group.all_gather(b"nobody answers this")
+                except PeerFailure as failure:
+                    kept = failure
             store_of_child = join_store(LOOPBACK, port, 30.0)
             store_of_child.get("over")
             assert group is not None
-            assert (kept is not None and kept.is_late) == (how == "after an error")
+            assert (kept is not None and kept.timed_out) == (how == "after an error")
         finally:
             os._exit(0)
     try:
-        group = Group(join_store(LOOPBACK, port, 30.0), 0, TWO, LOOPBACK, 60.0)
-        assert group.gather(b"first") == [b"first", b"here"]
+        group = ProcessGroup(join_store(LOOPBACK, port, 30.0), 0, TWO, LOOPBACK, 60.0)
+        assert group.all_gather(b"first") == [b"first", b"here"]
         if how == "after an error":
             time.sleep(2.5)
         began = time.monotonic()
-        with pytest.raises(PeerFailure) as lost:  # what was sent before it left may still arrive
-            [group.gather(message) for message in (b"second", b"third")]
+        with pytest.raises(PeerFailure) as failure:  # what was sent before it left may still arrive
+            [group.all_gather(message) for message in (b"second", b"third")]
         assert time.monotonic() - began < 20
-        assert not lost.value.is_late
+        assert not failure.value.timed_out
         with pytest.raises(PeerFailure, match="are closed"):
-            group.gather(b"fourth")
+            group.all_gather(b"fourth")
     finally:
         store.set("over", "")
         os.waitpid(child, 0)
@@ -60,16 +61,16 @@ def test_long_messages_and_short_ones_arrive_whole():
     child = fork()
     if child == 0:
         try:
-            group = Group(join_store(LOOPBACK, port, 30.0), 1, TWO, LOOPBACK, 30.0)
+            group = ProcessGroup(join_store(LOOPBACK, port, 30.0), 1, TWO, LOOPBACK, 30.0)
             for message in messages:
-                group.gather(message)
-            group.share(1, b"from one")
+                group.all_gather(message)
+            group.broadcast(1, b"from one")
         finally:
             os._exit(0)
-    group = Group(join_store(LOOPBACK, port, 30.0), 0, TWO, LOOPBACK, 30.0)
+    group = ProcessGroup(join_store(LOOPBACK, port, 30.0), 0, TWO, LOOPBACK, 30.0)
     for message in messages:
-        assert group.gather(b"mine") == [b"mine", message]
-    assert group.share(1, b"") == b"from one"
+        assert group.all_gather(b"mine") == [b"mine", message]
+    assert group.broadcast(1, b"") == b"from one"
     os.waitpid(child, 0)
     group.close()
     del store

@@ -1,4 +1,4 @@
-"""Vectors in parts through the rounds of every exchange, with a group that hands tensors over in one process."""
+"""The interpreter over the transport of processes, with a process group that hands tensors over within one process."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -6,17 +6,23 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from lockstep.runtime.process_transport import Wire
-from lockstep.schedules.exchanges import EXCHANGES, KEEPS_THE_TREE, schedule_for
-from lockstep.schedules.reduction_tree import Node, maximal_nodes, sum_of
+from lockstep.backends import load_backend
+from lockstep.core.device import Device
+from lockstep.parallel.data import DataParallel, data_parallel
 from lockstep.partition.buckets import bucket_ranges
 from lockstep.partition.ranks import split_over_ranks
+from lockstep.runtime.engine import Position, Rank
+from lockstep.runtime.interpreter import Interpreter
+from lockstep.runtime.process_transport import ProcessTransport
+from lockstep.schedules.exchanges import EXCHANGES, KEEPS_THE_TREE
+from lockstep.schedules.instructions import Partial, WaitForBackward
+from lockstep.schedules.reduction_tree import Node, sum_of
 
 NUM_SHARDS = 8
 
 
 class Hub:
-    """Where messages wait for who they are for."""
+    """Messages that wait for their receivers."""
 
     def __init__(self):
         self._changed, self._messages = threading.Condition(), {}
@@ -32,44 +38,53 @@ class Hub:
             return self._messages[key].pop(0)
 
 
-class HandedOver:
-    """A rank's side of a hub."""
+class LocalGroup:
+    """A rank's side of a hub, with the methods of a process group."""
 
-    place = torch.device("cpu")
+    device = torch.device("cpu")
 
     def __init__(self, hub, rank):
-        self._hub, self.rank, self._receives = hub, rank, {}
+        self._hub, self.rank = hub, rank
 
-    def begin(self, number, sends, receives):
+    def start(self, tag, sends, receives):
         for target, tensor in sends:
-            self._hub.put((self.rank, target, number), tensor)
-        self._receives[number] = receives
+            self._hub.put((self.rank, target, tag), tensor)
 
-    def finish(self, number):
-        for source, tensor in self._receives.pop(number):
-            tensor.copy_(self._hub.get((source, self.rank, number)))
+    def finish(self, tag, receives):
+        for source, tensor in receives:
+            tensor.copy_(self._hub.get((source, self.rank, tag)))
 
 
 @pytest.mark.parametrize("size", [1, 5, 64, 257])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_every_rank_has_the_total_twice_in_a_row(exchange, num_ranks, size):
-    ranges, hub = tuple(split_over_ranks(NUM_SHARDS, num_ranks)), Hub()
-    places = bucket_ranges(size, bucket_mb=240e-6, num_ranks=2)  # also parts that are smaller than there are ranks
-    wires = [Wire(HandedOver(hub, rank), schedule_for(exchange, ranges), places) for rank in range(num_ranks)]
+    ranges, hub, entries = tuple(split_over_ranks(NUM_SHARDS, num_ranks)), Hub(), range(size)
+    buckets = bucket_ranges(entries, bucket_mb=240e-6, num_ranks=2)  # some smaller than there are ranks
+    schedule = data_parallel(DataParallel(ranges, entries, buckets, exchange, max_addends=3))
+    interpreters = [
+        Interpreter(
+            Rank(rank, Device(f"cpu:{rank}"), load_backend("torch"), Position()),
+            schedule,
+            ProcessTransport(LocalGroup(hub, rank), range(num_ranks), Position()),
+            lambda brackets, tensors: eval(brackets, {f"x{n}": tensor for n, tensor in enumerate(tensors)}),
+        )
+        for rank in range(num_ranks)
+    ]
     for seed in range(2):
         random = torch.Generator().manual_seed(seed)
         leaves = [torch.randn(size, generator=random) for _ in range(NUM_SHARDS)]
         expected = sum_of(Node(0, NUM_SHARDS), leaves.__getitem__, torch.add)
 
         def total(rank, leaves=leaves):
-            own = maximal_nodes(ranges[rank], NUM_SHARDS)
-            nodes = {node: sum_of(node, leaves.__getitem__, torch.add) for node in own}
-            way_out = wires[rank].start()
-            for number, place in enumerate(way_out.places):
-                part = {node: vector[place.start : place.stop] for node, vector in nodes.items()}
-                way_out.leave(number, lambda part=part: part)
-            return wires[rank].travel()
+            interpreter = interpreters[rank]
+            for shard in ranges[rank]:
+                interpreter.hold(Partial(Node(shard, 1), entries), leaves[shard])
+            for instruction in interpreter.program.exchange:
+                if not isinstance(instruction, WaitForBackward):
+                    interpreter.execute(instruction)
+            interpreter.hold_total()
+            return interpreter.total
 
         with ThreadPoolExecutor(num_ranks) as pool:
             totals = list(pool.map(total, range(num_ranks)))

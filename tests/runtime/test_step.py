@@ -8,16 +8,17 @@ import pytest
 from lockstep.backends import load_backend
 from lockstep.config import RunConfig
 from lockstep.core.device import Device
-from lockstep.runtime import Batch, InProcess
+from lockstep.data.batch import Batch
+from lockstep.runtime.inprocess import InProcess
 from lockstep.schedules.reduction_tree import Node, sum_of
 from lockstep.core.layout import layout_of
 from lockstep.models import CrossEntropySum
 from lockstep.models.lenet import init_lenet, lenet
-from lockstep.replicas.flat import FlatRecipe, FlatReplica
+from lockstep.replicas.flat import FlatTrainSpec, FlatReplica
 from lockstep.training.run import run
 from lockstep.partition.balance import Balance
 from lockstep.partition.batch import split_into_shards
-from lockstep.runtime.step import train_step
+from lockstep.runtime.step import StepOptions, train_step
 from lockstep.optim.optimizers import Sgd
 
 TORCH = load_backend("torch")
@@ -84,16 +85,16 @@ def batch_of(num_samples: int, scale: float = 1.0) -> tuple[np.ndarray, np.ndarr
     return X, y, Batch(num_samples, fetch)
 
 
-def one_step(num_ranks, num_samples=50, num_shards=8, **engine_settings):
-    """Every rank's parameters after one step from starting weights that are large enough to matter."""
+def one_step(num_ranks, num_samples=50, num_shards=8, exchange="sharded", balance=None):
+    """Every rank's parameters after one step from initial weights that are large enough to matter."""
     params = {name: 10 * array for name, array in init_lenet(0).items()}
     layout = layout_of(params)
     devices = [Device(f"cpu:{rank}") for rank in range(num_ranks)]
     _, _, batch = batch_of(num_samples)
-    with InProcess(TORCH, devices, **engine_settings) as engine:
-        recipe, start = FlatRecipe(TORCH, lenet, layout, Sgd(0.5)), layout.flatten(list(params.values()))
-        replicas = engine.replicate(lambda device: FlatReplica(recipe, TORCH.from_numpy(start.copy(), device)))
-        train_step(engine, replicas, 1, batch, num_shards)
+    with InProcess(TORCH, devices) as engine:
+        spec, start = FlatTrainSpec(TORCH, lenet, layout, Sgd(0.5)), layout.flatten(list(params.values()))
+        replicas = [FlatReplica(spec, TORCH.from_numpy(start.copy(), device)) for device in devices]
+        train_step(engine, replicas, 1, batch, StepOptions(num_shards, exchange), balance or Balance())
         return [TORCH.to_numpy(replica.flat) for replica in replicas]
 
 

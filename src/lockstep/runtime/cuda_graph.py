@@ -174,6 +174,7 @@ class CapturedSteps:
             if not isinstance(instruction, ForwardBackward):
                 interpreters[rank].execute(instruction)
         for interpreter in interpreters:
+            interpreter.results()  # here, so that copies of others' buffers are captured too
             interpreter.hold_total()
 
     def _update(self, interpreters: list[Interpreter], step: int) -> None:

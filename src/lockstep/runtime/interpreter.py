@@ -58,7 +58,7 @@ class Interpreter:
         """Makes ready for a step."""
         self._work, self._replica = work, replica
         self._began = time.perf_counter()
-        self._leaves, self._wait_for_all, self.total = [], None, None
+        self._held, self._leaves, self._wait_for_all, self.total = {}, [], None, None
         self._buckets = BucketQueue(self._bucket_ranges)
 
     def run(self, start_exchange: Callable[[Callable[[], None]], Callable[[], Any]]) -> list[RankResult]:
@@ -130,12 +130,13 @@ class Interpreter:
             on_ready = self._buckets.on_ready if is_last and self._bucket_ranges else None
             shards.append(Shard(number, len(samples), X, y, on_ready))
         leaves = self._compute(shards)
+        for number, leaf in zip(instruction.shards, leaves, strict=True):
+            if not (is_last and number == instruction.shards[-1] and self._overlaps):  # the exchange has it already
+                self.hold(Partial(Node(number, 1), self._entries), leaf.gradient)
+            self._leaves.append(leaf._replace(gradient=None))
         if is_last:
             self.rank.backend.synchronize(self.rank.device)
             self._buckets.finish(leaves[-1].gradient)
-        for number, leaf in zip(instruction.shards, leaves, strict=True):
-            self.hold(Partial(Node(number, 1), self._entries), leaf.gradient)
-            self._leaves.append(leaf._replace(gradient=None))
 
     def _compute(self, shards: list[Shard]) -> list[Leaf]:
         try:
@@ -222,8 +223,7 @@ class Interpreter:
         """The exchange is over: all values but the total are let go. What was received by reference was read by now."""
         (update,) = self.program.update
         assert isinstance(update, Update), "it is the whole phase"
-        parts = [self.value(part) for part in update.total]
-        self.total = self.workspace.joined(parts)
+        self.total = self.workspace.joined(update.total, [self.value(part) for part in update.total])
         self._held.clear()
 
 

@@ -4,6 +4,8 @@ The parts of the total lie in one vector, so nothing has to be joined at the end
 memory of their own. A rank's own nodes are not here: they are new in every step, and few are alive at a time.
 """
 
+from collections.abc import Sequence
+
 from lockstep.backends import Backend, Tensor
 from lockstep.core.device import Device
 from lockstep.schedules.instructions import Add, Communicate, Partial, RankProgram, Update
@@ -25,11 +27,14 @@ class Workspace:
                 self._stays.add(instruction.total)
         self._memory: dict[Partial, Tensor] = {}
         self._total: Tensor = None
+        self._written: set[Partial] = set()  # parts of the total, in this step
         self._like: Tensor = None
 
     def use_as_total(self, vector: Tensor) -> None:
         """The total is to be written into the memory of `vector`, and other values are of its type."""
-        self._total, self._joins, self._like = vector, True, vector
+        self._like = vector
+        if self._backend.capabilities.writes_in_place:
+            self._total, self._joins = vector, True
 
     def is_total(self, value: Partial) -> bool:
         """Whether `value` has a place in the vector of the total."""
@@ -42,6 +47,7 @@ class Workspace:
         if self.is_total(value):
             if self._total is None:
                 self._total = self.zeros(len(self._entries))
+            self._written.add(value)
             start = value.entries.start - self._entries.start
             return self._backend.chunk(self._total, start, start + len(value.entries))
         if value not in self._stays:
@@ -54,8 +60,14 @@ class Workspace:
         """A new vector."""
         return self._backend.zeros(num_entries, self._device, like=self._like)
 
-    def joined(self, parts: list[Tensor]) -> Tensor:
+    def joined(self, parts: Sequence[Partial], tensors: list[Tensor]) -> Tensor:
         """The parts of the total as one vector."""
-        if len(parts) == 1:
-            return parts[0]
-        return self._backend.concat(parts) if self._total is None else self._total
+        if not self._joins:
+            return tensors[0]
+        if self._total is None:
+            return self._backend.concat(tensors)
+        for part, tensor in zip(parts, tensors, strict=True):
+            if part not in self._written:  # it is a part of the rank's own node: nobody else has shards
+                self._backend.assign(self.memory(part), tensor)
+        self._written.clear()
+        return self._total

@@ -87,6 +87,7 @@ class SymbolicRun:
         self.totals: list[list[tuple[Partial, Expression]] | None] = [None] * num_ranks
         self._held: list[dict[Node, list[tuple[range, Expression]]]] = [{} for _ in range(num_ranks)]
         self._started: list[list[Communicate]] = [[] for _ in range(num_ranks)]  # groups, in their order
+        self._sent: list[set[tuple[int, int, Partial, int]]] = [set() for _ in range(num_ranks)]
         self._at: list[dict[Group, int]] = [{} for _ in range(num_ranks)]  # where in that order a group is
         self._num_complete = [0] * num_ranks  # of these groups, from the first on
         self._has_gathered = [False] * num_ranks
@@ -171,13 +172,13 @@ class SymbolicRun:
                 expression = sum_with_brackets([self._value(rank, part) for part in parts], self.pair)
                 held.setdefault(total.node, []).append((total.entries, expression))
             case Communicate(sends=sends):
-                for send in sends:
-                    self._value(rank, send.value)  # it has to be there
+                for value, target in sends:
+                    self._value(rank, value)  # it has to be there
+                    self._sent[rank].add((instruction.bucket, instruction.round, value, target))
                 self._start(rank, instruction)
             case Wait(bucket, round_):
                 for value, source in self._started[rank][self._at[rank][bucket, round_]].receives:
-                    theirs = self._started[source][self._at[source][bucket, round_]].sends
-                    if not any(send.to == rank and send.value == value for send in theirs):
+                    if (bucket, round_, value, rank) not in self._sent[source]:
                         raise ScheduleError(f"rank {rank} waits for {value}, which rank {source} does not send")
                     held.setdefault(value.node, []).append((value.entries, self._value(source, value)))
             case AllReduce(total, _):

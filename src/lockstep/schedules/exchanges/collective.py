@@ -57,15 +57,15 @@ class Collective(NamedTuple):
         While a bucket is communicated, the next ones are started: see `pipelined`.
         """
         own = [_own_part(round_, rank) for round_ in self.rounds]
+        chunks = [chunks_of(bucket, self.num_chunks) for bucket in buckets]
         found: list[Instruction] = []
         for bucket, number in pipelined(len(buckets), len(own)):
-            chunks = chunks_of(buckets[bucket], self.num_chunks)
             if number == 0:
                 found += prepare(buckets[bucket])
             else:
-                found += _end(own[number - 1], bucket, number - 1, chunks)
+                found += _end(own[number - 1], bucket, number - 1, chunks[bucket])
             if number < len(own):
-                found += _start(own[number], rank, bucket, number, chunks)
+                found += _start(own[number], rank, bucket, number, chunks[bucket])
         return found
 
     def total_of(self, buckets: Sequence[range]) -> tuple[Partial, ...]:

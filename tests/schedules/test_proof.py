@@ -1,0 +1,115 @@
+"""Every schedule that is executed, proved without any framework; and the proof itself, which has to find mistakes."""
+
+import pytest
+
+from lockstep.parallel.data import DataParallel, data_parallel
+from lockstep.partition.buckets import bucket_ranges
+from lockstep.partition.ranks import split_over_ranks
+from lockstep.schedules.exchanges import EXCHANGES, KEEPS_THE_TREE, NATIVE
+from lockstep.schedules.instructions import Add, Communicate, Schedule, Wait
+from lockstep.schedules.proof import ScheduleError, one_thread_order, prove
+
+ENTRIES = range(100)
+ONE_BUCKET, BUCKETS = (ENTRIES,), bucket_ranges(ENTRIES, 140e-6, num_ranks=2)
+
+
+def schedule_of(exchange, shards, buckets=ONE_BUCKET, **more):
+    return data_parallel.__wrapped__(DataParallel(tuple(shards), ENTRIES, buckets, exchange, **more))
+
+
+@pytest.mark.parametrize("exchange", [*EXCHANGES, NATIVE])
+@pytest.mark.parametrize("num_ranks", range(1, 18))
+def test_every_rank_ends_with_the_tree_and_nobody_can_deadlock(exchange, num_ranks):
+    for num_shards in range(1, 65):
+        shards = split_over_ranks(num_shards, num_ranks)
+        prove(schedule_of(exchange, shards), exchange in KEEPS_THE_TREE)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("num_ranks", range(1, 18))
+def test_neither_can_they_with_buckets_that_overlap(exchange, num_ranks):
+    assert len(BUCKETS) == 3  # two may be started while one waits
+    for num_shards in range(1, 65):
+        shards = split_over_ranks(num_shards, num_ranks)
+        prove(schedule_of(exchange, shards, BUCKETS), exchange in KEEPS_THE_TREE)
+
+
+UNEQUAL = [
+    [range(0, 1), range(1, 8)],
+    [range(0, 6), range(6, 7), range(7, 8)],
+    [range(0, 0), range(0, 5), range(5, 8)],
+    [range(0, 3), range(3, 3), range(3, 8), range(8, 8)],
+]
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("shards", UNEQUAL, ids=str)
+@pytest.mark.parametrize("buckets", [ONE_BUCKET, BUCKETS], ids=len)
+@pytest.mark.parametrize("more", [{}, {"together": True}, {"max_addends": 8}, {"max_addends": 3}], ids=str)
+def test_any_assignment_of_shards_gives_the_same_tree(exchange, shards, buckets, more):
+    prove(schedule_of(exchange, shards, buckets, **more), exchange in KEEPS_THE_TREE)
+
+
+def test_part_of_a_model_is_proved_as_well():
+    split = DataParallel((range(2), range(2, 4)), range(40, 100), (range(70, 100), range(40, 70)), "sharded")
+    prove(data_parallel(split))
+
+
+def changed(schedule, rank, change):
+    """The schedule with another exchange on one rank."""
+    programs = list(schedule.programs)
+    programs[rank] = programs[rank]._replace(exchange=tuple(change(list(programs[rank].exchange))))
+    return Schedule(tuple(programs), schedule.entries, schedule.num_shards, schedule.overlaps)
+
+
+@pytest.mark.parametrize("buckets", [ONE_BUCKET, BUCKETS], ids=len)
+def test_additions_in_another_order_are_found(buckets):
+    def swap(instructions):
+        return [Add(i.total, i.parts[::-1]) if isinstance(i, Add) else i for i in instructions]
+
+    with pytest.raises(ScheduleError, match="and the tree is"):
+        prove(changed(schedule_of("sharded", split_over_ranks(8, 3), buckets), 1, swap))
+
+
+def test_a_group_that_is_never_started_is_a_deadlock():
+    def leave_out(instructions):
+        first = next(i for i in instructions if isinstance(i, Communicate))
+        return [i for i in instructions if i not in (first, Wait(first.bucket, first.round))]
+
+    with pytest.raises(ScheduleError, match="deadlock|does not hold"):
+        prove(changed(schedule_of("sharded", split_over_ranks(8, 2)), 1, leave_out))
+
+
+def test_groups_that_ranks_start_in_another_order_are_a_deadlock():
+    """As NCCL has it: the kernels of a rank's groups run one after the other."""
+
+    def other_order(instructions):
+        starts = [n for n, i in enumerate(instructions) if isinstance(i, Communicate) and i.round == 0]
+        a, b = starts[:2]
+        instructions[a], instructions[b] = instructions[b], instructions[a]
+        return instructions
+
+    with pytest.raises(ScheduleError, match="deadlock|does not hold"):
+        prove(changed(schedule_of("sharded", [range(0, 2), range(2, 4)], BUCKETS, together=True), 1, other_order))
+
+
+def test_a_value_that_is_not_sent_is_found():
+    def other_value(instructions):
+        return [
+            i._replace(sends=tuple(send._replace(value=i.sends[0].value) for send in i.sends))
+            if isinstance(i, Communicate)
+            else i
+            for i in instructions
+        ]
+
+    with pytest.raises(ScheduleError, match="does not send"):
+        prove(changed(schedule_of("gather", split_over_ranks(8, 3)), 1, other_value))
+
+
+@pytest.mark.parametrize("buckets", [ONE_BUCKET, BUCKETS], ids=len)
+def test_one_thread_can_run_all_ranks(buckets):
+    schedule = schedule_of("tree", split_over_ranks(8, 3), buckets)
+    order = one_thread_order(schedule)
+    for rank, program in enumerate(schedule.programs):
+        assert [i for r, i in order if r == rank and i in program.exchange] == list(program.exchange)
+    assert len(order) == sum(len(phase) for program in schedule.programs for phase in program)
