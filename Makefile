@@ -7,16 +7,27 @@ READY := .venv/torch/installed
 PEERS := .venv/torch/peers-installed
 COMMA := ,
 
-.PHONY: train test bench clean
+.PHONY: train test test-long test-all bench mutate docs clean
 
 train: $(READY)  ## The text's experiment: LeNet on Fashion-MNIST, two devices.
 	$(BIN)/lockstep train --devices 2 --batch-size 256 --lr 0.2 --epochs 10
 
-test: $(NOX)  ## Format, lint, types, import directions, all tests with coverage; then each framework.
+test: $(NOX)  ## Format, lint, types, import directions, tests with coverage; then each framework. Under ten minutes.
 	$(NOX) $(if $(BACKENDS),-s $(subst $(COMMA), ,$(BACKENDS)))
 
-bench: $(PEERS)  ## Our step against DistributedDataParallel, Fabric, Accelerate and the text's; writes benchmarks/results/.
+test-long: $(READY)  ## What takes long: crash loops, damaged files, compilers, two hosts, the benchmark.
+	$(NOX) -s long
+
+test-all: test test-long  ## Everything.
+
+bench: $(PEERS)  ## Our step against DistributedDataParallel, Fabric, Accelerate and the text's; appends to benchmarks/results/.
 	$(BIN)/lockstep bench
+
+mutate: $(READY)  ## Breaks the code in each way that docs/testing.md lists, and shows the test that goes red.
+	$(BIN)/python tools/mutate.py
+
+docs: $(READY)  ## Writes docs/api.md from the docstrings.
+	$(BIN)/python tools/api_reference.py
 
 $(PEERS): $(READY)
 	$(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt -e '.[bench]'

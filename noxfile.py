@@ -1,10 +1,12 @@
 """One environment for each framework, made here and nowhere else: `nox -s torch`, `nox -s jax`, ...
 
 `make test` runs them one after the other. The torch environment has all tools and runs all tests; the others have their
-framework only, and run the conformance tests, which are the same for all.
+framework only, and run the conformance tests, which are the same for all. The session `long` runs the tests that are
+marked as long, in the torch environment.
 """
 
 import hashlib
+import os
 import sys
 from pathlib import Path
 
@@ -20,6 +22,7 @@ NO_MXNET = (
     "MXNet 1.9.1 needs numpy 1.23.5, which Python 3.12 and newer cannot install. "
     "With Python 3.11: make clean, then make test PYTHON=python3.11."
 )
+PARALLEL = ("-n", str(min(os.cpu_count() or 1, 8)), "--dist", "worksteal")  # a process for each core
 
 
 def install(session: nox.Session, extras: str) -> None:
@@ -37,13 +40,14 @@ def install(session: nox.Session, extras: str) -> None:
 
 @nox.session
 def torch(session: nox.Session) -> None:
-    """Format, lint, types, import directions, and all tests with coverage."""
+    """Format, lint, types, import directions, and all tests but the long ones, with coverage."""
     install(session, "torch,dev")
     session.run("ruff", "format", "--check", "--quiet", ".")
     session.run("ruff", "check", "--quiet", ".")
     session.run("mypy")
     session.run("lint-imports", "--no-logo")
-    session.run("pytest", "--cov", "--cov-report=term:skip-covered", env={"LOCKSTEP_BACKENDS": "torch,numpy"})
+    backends = {"LOCKSTEP_BACKENDS": "torch,numpy"}
+    session.run("pytest", "-q", "-m", "not long", *PARALLEL, "--cov", "--cov-report=term:skip-covered", env=backends)
     if not HAS_MXNET:
         session.warn(f"MXNet is skipped. {NO_MXNET}")
 
@@ -74,6 +78,15 @@ def numpy(session: nox.Session) -> None:
     conformance(session)
 
 
+@nox.session(default=False, venv_backend="none")
+def long(session: nox.Session) -> None:
+    """Crash loops, thousands of damaged files, compilers, two hosts, the benchmark: all that `torch` leaves out."""
+    python = ".venv/torch/bin/python"
+    session.run(
+        python, "-m", "pytest", "-q", "-m", "long", *PARALLEL, env={"LOCKSTEP_BACKENDS": "torch,numpy"}, external=True
+    )
+
+
 def conformance(session: nox.Session) -> None:
     install(session, "test" if session.name == "numpy" else f"{session.name},test")
-    session.run("pytest", "-q", "tests/backends", env={"LOCKSTEP_BACKENDS": session.name})
+    session.run("pytest", "-q", *PARALLEL, "tests/backends", env={"LOCKSTEP_BACKENDS": session.name})

@@ -1,14 +1,12 @@
-"""Two logical devices, one of them made half as fast: shards by measured time against equal shares.
+"""Two logical devices, one of them made half as fast: shards by measured time against equal numbers of shards.
 
     python benchmarks/balance.py                       # pairs of runs, interleaved, for 8, 16 and 32 shards
+    python benchmarks/balance.py --pairs 1 --epochs 2 --shards 8 --out /tmp/results
 
-The slow device waits as long as it works. The weights must be the same. The result goes to benchmarks/results/.
+The slow device sleeps as long as it computes. The weights must be the same. Appends to benchmarks/results/.
 """
 
 import argparse
-import json
-import platform
-import statistics
 import sys
 import threading
 import time
@@ -19,7 +17,8 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.backends import load_backend
+from lockstep.bench.results import append_result, describe_run
+from lockstep.bench.tables import spread
 from lockstep.data import load_dataset
 from lockstep.models.lenet_bn import LeNetBN
 
@@ -27,7 +26,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 class HalfAsFast(nn.Module):
-    """A model for which the second device takes twice the time: it waits as long as forward and backward take."""
+    """A model that takes twice the time on the second device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,6 +46,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--shards", default="8,16,32")
     parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     data = load_dataset("fashion-mnist-mini")
     X, y = data.X_train, data.y_train
@@ -66,28 +66,16 @@ def main() -> None:
             (equal, first), (measured, second) = seconds("equal", shards), seconds("measured", shards)
             assert first == second, "P1 is broken"
             pairs.append((equal, measured))
-            print(
-                f"{shards} shards: equal {equal:.2f} s, measured {measured:.2f} s, {equal / measured:.3f} times faster"
-            )
-        faster = [equal / measured for equal, measured in pairs]
-        found[shards] = {
-            "times_faster": {"median": statistics.median(faster), "lowest": min(faster), "highest": max(faster)},
-            "pairs": pairs,
-            "weights_sha256": first,
-        }
-    backend = load_backend("torch")
-    result = {
-        "command": " ".join(["python benchmarks/balance.py", *sys.argv[1:]]),
-        "machine": [f"{h.name}, {h.num_cores} cores, {h.num_bytes / 2**30:.0f} GiB" for h in backend.hardware()],
-        "versions": {"python": platform.python_version(), "torch": backend.version()},
-        "shards": found,
-    }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "balance.json").write_text(json.dumps(result, indent=2) + "\n")
-    for shards, entry in found.items():
-        median, lowest, highest = entry["times_faster"].values()
-        spread = f"median of {len(entry['pairs'])}, {lowest:.2f} to {highest:.2f}"
-        print(f"{shards} shards: {median:.2f} times faster ({spread})")
+            times = f"equal {equal:.2f} s, measured {measured:.2f} s"
+            print(f"{shards} shards: {times}, {equal / measured:.3f} times faster", flush=True)
+        faster = spread([equal / measured for equal, measured in pairs])
+        found[str(shards)] = {"times_faster": faster._asdict(), "pairs": pairs, "weights_sha256": first}
+        print(
+            f"{shards} shards: {faster.median:.2f} times faster "
+            f"(median of {len(pairs)}, {faster.lowest:.2f} to {faster.highest:.2f})"
+        )
+    result = describe_run("python benchmarks/balance.py", *sys.argv[1:]) | {"shards": found}
+    append_result(arguments.out / "balance.jsonl", result)
 
 
 if __name__ == "__main__":

@@ -3,28 +3,21 @@
     python benchmarks/devices.py                       # 1 against 2 logical devices, one epoch of Fashion-MNIST
     python benchmarks/devices.py --data fashion-mnist-mini --epochs 3
 
-Absolute times mean little on a shared machine; the ratio within a pair does. The result goes to benchmarks/results/.
+Absolute times mean little on a shared machine; the ratio within a pair does. Appends to benchmarks/results/.
 """
 
 import argparse
-import json
-import platform
-import statistics
 import sys
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
-from lockstep.backends import load_backend
+from lockstep.bench.results import append_result, describe_run
+from lockstep.bench.tables import spread
 from lockstep.config import RunConfig
-from lockstep.report.events import Result
 from lockstep.training.run import run
 
 RESULTS = Path(__file__).parent / "results"
-
-
-def run_once(config: RunConfig) -> Result:
-    """The result of a run without any reporting."""
-    return run(config, quiet=True)
 
 
 def main() -> None:
@@ -33,37 +26,34 @@ def main() -> None:
     parser.add_argument("--data", default="fashion-mnist")
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
 
     first_alone = arguments.devices.partition(",")[0] if ":" in arguments.devices else 1
     many = RunConfig(data=arguments.data, num_epochs=arguments.epochs, devices=arguments.devices)
     one = replace(many, devices=first_alone)
-    run_once(RunConfig(data="fashion-mnist-mini", num_epochs=1, devices=arguments.devices))  # warm up
+    run(RunConfig(data="fashion-mnist-mini", num_epochs=1, devices=arguments.devices), quiet=True)  # warm up
     pairs = []
     for number in range(arguments.pairs):
-        first, second = run_once(one), run_once(many)
+        first, second = run(one, quiet=True), run(many, quiet=True)
         assert first.weights_sha256 == second.weights_sha256, "P1 is broken"
         pairs.append((first.seconds_per_epoch, second.seconds_per_epoch))
-        print(f"pair {number + 1}: {pairs[-1][0]:.2f} s, {pairs[-1][1]:.2f} s, ratio {pairs[-1][1] / pairs[-1][0]:.3f}")
+        times = f"{pairs[-1][0]:.2f} s, {pairs[-1][1]:.2f} s"
+        print(f"pair {number + 1}: {times}, ratio {pairs[-1][1] / pairs[-1][0]:.3f}", flush=True)
 
-    backend = load_backend("torch")
-    ratios = [b / a for a, b in pairs]
-    result = {
-        "command": " ".join(["python benchmarks/devices.py", *sys.argv[1:]]),
-        "machine": [f"{h.name}, {h.num_cores} cores, {h.num_bytes / 2**30:.0f} GiB" for h in backend.hardware()],
-        "versions": {"python": platform.python_version(), "torch": backend.version()},
+    ratio = spread([b / a for a, b in pairs])
+    result = describe_run("python benchmarks/devices.py", *sys.argv[1:]) | {
         "devices": [first.devices, second.devices],
-        "seconds_per_epoch": [statistics.median(times) for times in zip(*pairs, strict=True)],
-        "ratio": {"median": statistics.median(ratios), "lowest": min(ratios), "highest": max(ratios)},
+        "seconds_per_epoch": [median(times) for times in zip(*pairs, strict=True)],
+        "ratio": ratio._asdict(),
         "pairs": pairs,
         "weights_sha256": first.weights_sha256,
     }
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"devices-{len(second.devices)}-{Path(arguments.data).stem}.json"
-    path.write_text(json.dumps(result, indent=2) + "\n")
+    path = arguments.out / f"devices-{len(second.devices)}-{Path(arguments.data).stem}.jsonl"
+    append_result(path, result)
     print(
-        f"{len(second.devices)} devices take {result['ratio']['median']:.3f} of the time of 1 "
-        f"(median of {len(pairs)} pairs, {min(ratios):.3f} to {max(ratios):.3f}); same weights. {path}"
+        f"{len(second.devices)} devices take {ratio.median:.3f} of the time of 1 "
+        f"(median of {len(pairs)} pairs, {ratio.lowest:.3f} to {ratio.highest:.3f}); same weights. {path}"
     )
 
 

@@ -1,4 +1,4 @@
-"""The text's functions as the public API, and the editions' mistakes, mended."""
+"""The public API: the text's functions, without the mistakes of its editions."""
 
 import subprocess
 import sys
@@ -9,10 +9,10 @@ import torch
 
 import lockstep
 from lockstep.config import RunConfig
-from lockstep.data import load_dataset
-from lockstep.data.order import sample_order
 from lockstep.core.errors import ConfigError, RankError
 from lockstep.core.layout import sha256_of
+from lockstep.data import load_dataset
+from lockstep.data.order import sample_order
 from lockstep.training.run import run
 
 TWO = ["cpu:0", "cpu:1"]
@@ -97,7 +97,7 @@ def test_allreduce_adds_in_the_tree_for_every_exchange_that_keeps_it():
             assert torch.equal(entry, tree)
 
 
-def test_allreduce_works_on_whole_numbers_and_scalars():
+def test_allreduce_works_on_integers_and_scalars():
     assert lockstep.allreduce([torch.tensor(1), torch.tensor(2)]) == [3, 3]
 
 
@@ -133,7 +133,7 @@ def test_split_batch_copies():
     assert bool((X == 0).all())
 
 
-def test_split_batch_refuses_what_does_not_go_together():
+def test_split_batch_refuses_wrong_arguments():
     with pytest.raises(ConfigError, match="3 samples and 2 labels"):
         lockstep.split_batch(torch.ones(3, 1), torch.ones(2), TWO)
     with pytest.raises(ConfigError, match="list of devices is empty"):
@@ -171,7 +171,7 @@ def after_batches(k, num_batches=3, batch_size=50, **settings):
 
 
 def hash_of(params):
-    return sha256_of([param.detach().numpy() for param in params])
+    return sha256_of([param.detach().numpy() if isinstance(param, torch.Tensor) else param for param in params])
 
 
 def test_train_batch_gives_the_same_bits_on_every_device_and_for_every_k():
@@ -197,6 +197,31 @@ def test_a_loop_over_train_batch_gives_the_bits_of_train(tmp_path):
     assert hash_of(device_params[0]) == result.weights_sha256
 
 
+def image_forms(images, to_tensor):
+    """The same images as floats with a channel dimension, and in all other forms that `train` takes."""
+    floats = images.astype(np.float32) / np.float32(255)
+    return [to_tensor(form) for form in (floats, floats[:, 0], images, images[:, 0])]
+
+
+@pytest.mark.parametrize("to_tensor", [torch.from_numpy, np.ascontiguousarray], ids=["torch", "numpy"])
+def test_train_batch_and_evaluate_accuracy_take_bytes_and_images_without_a_channel_dimension(to_tensor):
+    data, start = load_dataset("fashion-mnist-mini"), list(lockstep.init_lenet(seed=0).values())
+    assert (data.X_train.dtype, data.X_train.shape[1:]) == (np.uint8, (1, 28, 28))
+    y_train, y_test = to_tensor(data.y_train[:30]), to_tensor(data.y_test[:300])
+    hashes = []
+    for X in image_forms(data.X_train[:30], to_tensor):
+        device_params = [lockstep.get_params([to_tensor(array) for array in start], device) for device in TWO]
+        for _ in range(3):
+            lockstep.train_batch(X, y_train, device_params, TWO, lr=0.2)
+        hashes.append(hash_of(device_params[1]))
+    test_forms = image_forms(data.X_test[:300], to_tensor)
+    accuracies = [lockstep.evaluate_accuracy(X, y_test, device_params, TWO) for X in test_forms]
+    assert len(set(hashes)) == 1
+    assert hashes[0] != sha256_of(start)
+    assert len(set(accuracies)) == 1
+    assert 0 < accuracies[0] < 1
+
+
 def test_train_batch_trains_any_function_of_samples_and_parameters():
     def one_layer(X, params):
         return X.reshape(len(X), -1) @ params[0]
@@ -220,7 +245,7 @@ def test_a_model_that_raises_is_named_with_rank_device_and_line():
         lockstep.train_batch(X, y, device_params, TWO, lr=1.0, net=broken)
 
 
-def test_train_batch_refuses_what_cannot_be():
+def test_train_batch_refuses_wrong_arguments():
     X, y = torch.rand(4, 1, 28, 28), torch.arange(4)
     with pytest.raises(ConfigError, match="one list for each of the 2 devices"):
         lockstep.train_batch(X, y, replicas_on(["cpu:0"]), TWO, lr=0.2)
@@ -237,10 +262,10 @@ def test_train_batch_refuses_what_cannot_be():
         lockstep.train_batch(X[:0], y[:0], replicas_on(TWO), TWO, lr=0.2)
     with pytest.raises(ConfigError, match="2 devices cannot share 1 shard:"):
         lockstep.train_batch(X, y, replicas_on(TWO), TWO, lr=0.2, num_shards=1)
-    with pytest.raises(ConfigError, match="learning rate nan"):
+    with pytest.raises(ConfigError, match="learning rate must be more than 0, got nan"):
         lockstep.train_batch(X, y, replicas_on(TWO), TWO, lr=float("nan"))
     doubles = [[param.detach().double() for param in params] for params in replicas_on(TWO)]
-    with pytest.raises(ConfigError, match=r"Parameter 0 holds torch.float64. Lockstep trains float32"):
+    with pytest.raises(ConfigError, match=r"Parameter 0 is torch.float64. Lockstep trains float32"):
         lockstep.train_batch(X, y, doubles, TWO, lr=0.2)
 
 
@@ -262,7 +287,7 @@ def test_get_params_takes_a_modules_parameters_and_a_mapping():
     assert [tuple(p.shape) for p in from_generator] == [tuple(p.shape) for p in from_mapping] == [(3, 2), (3,)]
 
 
-def test_a_model_that_draws_random_numbers_is_refused_and_nothing_has_changed():
+def test_a_model_that_draws_random_numbers_is_refused_and_the_parameters_stay():
     def with_dropout(X, params):
         return torch.nn.functional.dropout(X.reshape(len(X), -1) @ params[0])
 
@@ -286,7 +311,7 @@ def test_train_shows_progress_prints_the_texts_line_and_gives_a_result(tiny, tmp
     assert sha256_of(list(result.params.values())) == result.weights_sha256
 
 
-def test_train_takes_a_list_of_devices_and_not_both(tiny):
+def test_train_takes_a_list_of_devices_or_num_gpus_but_not_both(tiny):
     by_number = lockstep.train(2, num_epochs=1, data=str(tiny), quiet=True)
     by_name = lockstep.train(devices=TWO, num_epochs=1, data=str(tiny), quiet=True)
     assert by_number.weights_sha256 == by_name.weights_sha256
@@ -298,7 +323,7 @@ def test_train_takes_a_list_of_devices_and_not_both(tiny):
 
 
 def test_every_test_sample_is_counted_once_on_any_number_of_devices(few):
-    """P2. The labels are what the model itself answers, except for a known number of wrong ones."""
+    """P2. The labels are the model's own predictions, except for a known number of wrong ones."""
     config = RunConfig(data=str(few), devices=1, num_epochs=3, batch_size=8)
     params = [torch.from_numpy(array) for array in run(config, quiet=True).params.values()]
     X = torch.rand(1037, 1, 28, 28)

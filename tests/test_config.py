@@ -1,20 +1,26 @@
-"""The settings of a run: what cannot be is refused with the option to change."""
+"""The settings of a run: checked in one place, and the same on the command line, in Python and in checkpoints."""
 
 import dataclasses
+import inspect
 import json
 import math
+import pydoc
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.config import MAX_SEED, MAX_SHARDS, RunConfig, check_batch, check_ranks
+import lockstep as package
+from lockstep.config import MAX_SEED, MAX_SHARDS, RunConfig, check_batch, check_ranks, settings_in
 from lockstep.core.errors import ConfigError
+from lockstep.core.settings import AGREED, IDENTITY, LOCAL, flag_of, help_of, option_of
+from lockstep.training.checkpoint import check_same_run, identity_of
 
 
-def test_the_settings_that_a_run_has_unless_told_otherwise_are_those_of_the_text():
+def test_the_defaults_are_those_of_the_text():
     config = RunConfig()
     assert (config.model, config.data, config.batch_size, config.learning_rate, config.num_epochs) == (
         "lenet",
@@ -33,27 +39,63 @@ def test_equal_settings_are_equal_and_frozen():
         RunConfig().seed = 1
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "sentence"),
-    [
-        ("batch_size", 0, "A batch of 0 samples cannot be trained on. Use 1 or more (--batch-size)."),
-        ("batch_size", -5, "A batch of -5 samples cannot be trained on. Use 1 or more (--batch-size)."),
-        ("learning_rate", 0.0, "The learning rate 0.0 does not train. Use a positive number, like 0.2 (--lr)."),
-        ("learning_rate", -0.1, "The learning rate -0.1 does not train. Use a positive number, like 0.2 (--lr)."),
-        ("learning_rate", math.nan, "The learning rate nan does not train. Use a positive number, like 0.2 (--lr)."),
-        ("learning_rate", math.inf, "The learning rate inf does not train. Use a positive number, like 0.2 (--lr)."),
-        ("num_epochs", 0, "0 epochs leave nothing to do. Use 1 or more (--epochs)."),
-        ("num_shards", 0, "A batch cannot be cut into 0 shards. Use 1 to 4096 (--shards)."),
-        ("num_shards", 4097, "A batch cannot be cut into 4097 shards. Use 1 to 4096 (--shards)."),
-        ("seed", -1, "The seed -1 is out of range. Use 0 to 4294967295 (--seed)."),
-        ("seed", 2**32, "The seed 4294967296 is out of range. Use 0 to 4294967295 (--seed)."),
-    ],
-)
-def test_what_cannot_be_is_refused_with_the_value_and_the_option(name, value, sentence):
+OUT_OF_RANGE = [
+    ("batch_size", 0, "batch size must be at least 1, got 0 (--batch-size)."),
+    ("batch_size", -5, "batch size must be at least 1, got -5 (--batch-size)."),
+    ("learning_rate", 0.0, "learning rate must be more than 0, got 0.0 (--lr)."),
+    ("learning_rate", -0.1, "learning rate must be more than 0, got -0.1 (--lr)."),
+    ("learning_rate", math.nan, "learning rate must be more than 0, got nan (--lr)."),
+    ("learning_rate", math.inf, "learning rate must be more than 0, got inf (--lr)."),
+    ("num_epochs", 0, "epochs must be at least 1, got 0 (--epochs)."),
+    ("momentum", -0.1, "momentum must be at least 0 and less than 1, got -0.1 (--momentum)."),
+    ("momentum", 1, "momentum must be at least 0 and less than 1, got 1.0 (--momentum)."),
+    ("weight_decay", -1, "weight decay must be at least 0, got -1.0 (--weight-decay)."),
+    ("weight_decay", math.inf, "weight decay must be at least 0, got inf (--weight-decay)."),
+    ("warmup", -1, "warmup must be at least 0, got -1 (--warmup)."),
+    ("clip_norm", 0, "clip norm must be more than 0, got 0.0 (--clip-norm)."),
+    ("num_shards", 0, "shards must be at least 1 and at most 4096, got 0 (--shards)."),
+    ("num_shards", 4097, "shards must be at least 1 and at most 4096, got 4097 (--shards)."),
+    ("seed", -1, "seed must be at least 0 and at most 4294967295, got -1 (--seed)."),
+    ("seed", 2**32, "seed must be at least 0 and at most 4294967295, got 4294967296 (--seed)."),
+    ("bucket_mb", -1, "bucket mb must be at least 0, got -1.0 (--bucket-mb)."),
+    ("workers", -1, "workers must be at least 0 and at most 256, got -1 (--workers)."),
+    ("workers", 257, "workers must be at least 0 and at most 256, got 257 (--workers)."),
+    ("checkpoint_every", -1, "checkpoint every must be at least 0, got -1 (--checkpoint-every)."),
+    ("keep_checkpoints", 0, "keep checkpoints must be at least 1, got 0 (--keep-checkpoints)."),
+    ("check_every", -1, "check every must be at least 0, got -1 (--check-every)."),
+    ("timeout", 0, "timeout must be more than 0 and less than 604800, got 0.0 (--timeout)."),
+    ("timeout", 604800, "timeout must be more than 0 and less than 604800, got 604800.0 (--timeout)."),
+    ("max_restarts", -1, "max restarts must be at least 0, got -1 (--max-restarts)."),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "sentence"), OUT_OF_RANGE)
+def test_a_number_out_of_range_is_refused_with_the_value_the_limits_and_the_option(name, value, sentence):
     with pytest.raises(ConfigError) as refused:
         RunConfig(**{name: value})
     assert str(refused.value) == sentence
     assert refused.value.exit_status == 2
+
+
+def test_every_setting_with_limits_is_tested():
+    assert {name for name, _, _ in OUT_OF_RANGE} == {each.name for each in settings_in() if each.metadata["limits"]}
+
+
+@pytest.mark.parametrize(
+    "each", [each for each in settings_in() if each.metadata["choices"]], ids=lambda each: each.name
+)
+def test_an_unknown_name_is_refused_with_the_choices_and_the_option(each):
+    for choice in each.metadata["choices"]:
+        assert getattr(RunConfig(**{each.name: choice}), each.name) == choice
+    with pytest.raises(ConfigError) as refused:
+        RunConfig(**{each.name: "nonesuch"})
+    words, choices = each.name.replace("_", " "), ", ".join(sorted(each.metadata["choices"]))
+    assert str(refused.value) == f"There is no {words} called 'nonesuch'. There are: {choices} ({flag_of(each)})."
+
+
+def test_the_nearest_choice_is_suggested():
+    with pytest.raises(ConfigError, match=r"no exchange called 'shraded'\. Did you mean 'sharded'\? There are"):
+        RunConfig(exchange="shraded")
 
 
 @pytest.mark.parametrize(
@@ -62,13 +104,26 @@ def test_what_cannot_be_is_refused_with_the_value_and_the_option(name, value, se
         ("batch_size", 1),
         ("learning_rate", 5e-324),
         ("num_epochs", 1),
+        ("momentum", 0),
         ("num_shards", 1),
         ("num_shards", MAX_SHARDS),
         ("seed", MAX_SEED),
+        ("workers", 0),
+        ("workers", 256),
+        ("bucket_mb", 0),
+        ("checkpoint_every", 0),
     ],
 )
-def test_the_last_value_that_can_be_is_good(name, value):
+def test_the_limits_themselves_are_accepted(name, value):
     assert getattr(RunConfig(**{name: value}), name) == value
+
+
+def test_an_integer_that_no_float_can_hold_is_compared():
+    assert RunConfig(batch_size=10**400).batch_size == 10**400
+    with pytest.raises(
+        ConfigError, match=r"^seed must be at least 0 and at most 4294967295, got 10{400} \(--seed\)\.$"
+    ):
+        RunConfig(seed=10**400)
 
 
 def test_a_replaced_record_is_checked_again():
@@ -86,7 +141,7 @@ def test_there_are_at_most_as_many_devices_as_shards(num_ranks, num_shards):
 
 
 @pytest.mark.parametrize(("num_shards", "shards"), [(1, "1 shard:"), (2, "2 shards:")])
-def test_too_many_devices_are_refused_with_both_ways_out(num_shards, shards):
+def test_too_many_devices_are_refused_with_two_remedies(num_shards, shards):
     with pytest.raises(ConfigError) as refused:
         check_ranks(3, num_shards)
     assert str(refused.value) == (
@@ -108,35 +163,54 @@ def test_a_batch_is_at_most_as_large_as_the_data(batch_size, num_samples):
         )
 
 
-WHOLE = ("batch_size", "num_epochs", "num_shards", "seed")
+INTEGERS = {"batch_size": "batch size", "num_epochs": "epochs", "num_shards": "shards", "seed": "seed"}
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", INTEGERS)
 @pytest.mark.parametrize("wrong", [2.5, 2.0, "3", None, [3], np.float32(3)], ids=repr)
-def test_what_is_no_whole_number_is_refused(name, wrong):
+def test_what_is_no_integer_is_refused(name, wrong):
     with pytest.raises(ConfigError) as refused:
         RunConfig(**{name: wrong})
-    assert str(refused.value) == f"{name} is {wrong!r}. It must be a whole number."
+    option = f"--{INTEGERS[name].replace(' ', '-')}"
+    assert str(refused.value) == f"{INTEGERS[name]} must be an integer, got {wrong!r} ({option})."
 
 
 @pytest.mark.parametrize("wrong", ["fast", [0.2], 1j, 10**400], ids=["text", "list", "complex", "huge"])
 def test_a_learning_rate_that_is_no_number_is_refused(wrong):
     with pytest.raises(ConfigError) as refused:
         RunConfig(learning_rate=wrong)
-    assert str(refused.value) == f"The learning rate is {wrong!r}. It must be a number."
+    assert str(refused.value) == f"learning rate must be a number, got {wrong!r} (--lr)."
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize(
+    ("name", "wrong", "sentence"),
+    [
+        ("compile", 1, "compile must be True or False, got 1 (--compile)."),
+        ("capture", "no", "capture must be True or False, got 'no' (--capture)."),
+        ("exchange", 3, "exchange must be a name, got 3 (--exchange)."),
+        ("model", None, "model must be a name, got None (--model)."),
+        ("out", 3, "out must be a path, got 3 (--out)."),
+        ("data", "a\0b", r"data must be a name or the path of a .npz file, got 'a\x00b' (--data)."),
+        ("schedule", len, "schedule must be a name, got <built-in function len>. For a function, use scheduler=."),
+    ],
+)
+def test_other_types_are_refused(name, wrong, sentence):
+    with pytest.raises(ConfigError) as refused:
+        RunConfig(**{name: wrong})
+    assert str(refused.value) == sentence
+
+
+@pytest.mark.parametrize("name", INTEGERS)
 @pytest.mark.parametrize("kind", [np.int64, np.uint8, np.int16])
-def test_whole_numbers_of_numpy_become_plain_ones(name, kind):
+def test_integers_of_numpy_become_plain_ones(name, kind):
     config = RunConfig(**{name: kind(3)})
     assert type(getattr(config, name)) is int
     assert config == RunConfig(**{name: 3})
 
 
-@pytest.mark.parametrize("given", [1, np.float64(1), np.float32(1), np.int64(1)], ids=repr)
-def test_the_learning_rate_becomes_a_plain_float(given):
-    config = RunConfig(learning_rate=given)
+@pytest.mark.parametrize("value", [1, np.float64(1), np.float32(1), np.int64(1)], ids=repr)
+def test_the_learning_rate_becomes_a_plain_float(value):
+    config = RunConfig(learning_rate=value)
     assert type(config.learning_rate) is float
     assert config.learning_rate == 1.0
 
@@ -157,6 +231,70 @@ def test_files_and_folders_of_data_mean_the_same_from_any_folder(tmp_path, monke
     assert dataclasses.replace(config) == config
 
 
-def test_a_named_data_set_stays_a_name_and_the_folder_to_record_in_stays_as_it_is_given():
+def test_a_named_data_set_and_the_folder_of_the_run_are_not_changed():
     config = RunConfig(data="fashion-mnist-mini", out=Path("runs/one"))
     assert (config.data, config.out) == ("fashion-mnist-mini", Path("runs/one"))
+
+
+# --- written once: the command line, Python and checkpoints have the same settings
+
+
+def without_spaces(text):
+    return "".join(text.split())
+
+
+def test_train_help_has_every_setting_with_its_default_and_choices(lockstep):
+    shown = without_spaces(lockstep("train", "--help").out)
+    for each in settings_in():
+        help_text = help_of(each)
+        assert without_spaces(help_text) in shown
+        assert all(choice in help_text for choice in each.metadata["choices"] or ())
+        if each.default is None:
+            assert "Default: " in help_text
+        elif isinstance(each.default, bool):
+            name = flag_of(each)[2:]
+            assert (f"--{name}/--no-{name}" in shown) == each.default
+            assert f"--{name}{'/' * each.default}" in shown
+        else:
+            assert f"{flag_of(each)}<{type(each.default).__name__}>" in shown
+            assert f"{without_spaces(help_text)}[default:{each.default}]" in shown
+
+
+def test_python_has_every_setting_with_its_default():
+    parameters = inspect.signature(package.train).parameters
+    page = pydoc.plain(pydoc.render_doc(package.train))
+    for each in settings_in():
+        assert parameters[option_of(each)].default == each.default
+        assert f"{option_of(each)}: " in page
+
+
+OTHER = {
+    "devices": 3, "batch_size": 64, "learning_rate": 0.1, "num_epochs": 3, "model": "mlp", "data": "fashion-mnist-mini",
+    "data_dir": "elsewhere", "loss": "mse", "optimizer": "adam", "momentum": 0.5, "weight_decay": 0.1,
+    "schedule": "cosine", "warmup": 5, "clip_norm": 1.0, "batch_norm": "sync", "precision": "tf32", "num_shards": 4,
+    "seed": 1, "backend": "numpy", "engine": "processes", "exchange": "tree", "bucket_mb": 1.0, "balance": "measured",
+    "compile": True, "capture": False, "trace": True, "workers": 1, "out": "runs/other", "checkpoint_every": 7,
+    "keep_checkpoints": 1, "check_every": 7, "heal": True, "timeout": 5.0, "on_hang": "drop", "max_restarts": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("each", settings_in(), ids=lambda each: each.name)
+def test_a_run_resumes_with_other_settings_unless_they_are_part_of_its_identity(each):
+    assert each.metadata["scope"] in (IDENTITY, AGREED, LOCAL)
+    config, other = RunConfig(), RunConfig(**{each.name: OTHER[each.name]})
+    task = SimpleNamespace(data_sha256="sha256", num_train=100)
+    saved, wanted = identity_of(config, task), identity_of(other, task)
+    if each.metadata["scope"] == IDENTITY:
+        with pytest.raises(ConfigError) as refused:
+            check_same_run(saved, wanted, other)
+        assert repr(getattr(config, each.name)) in str(refused.value)
+        assert repr(getattr(other, each.name)) in str(refused.value)
+    else:
+        check_same_run(saved, wanted, other)
+
+
+def test_the_settings_that_decide_the_bits_are_these():
+    assert [each.name for each in settings_in(IDENTITY)] == [
+        "batch_size", "learning_rate", "model", "data", "loss", "optimizer", "momentum", "weight_decay", "schedule",
+        "warmup", "clip_norm", "batch_norm", "precision", "num_shards", "seed", "backend", "compile",
+    ]  # fmt: skip

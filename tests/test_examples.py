@@ -1,4 +1,4 @@
-"""The examples: short enough to copy, and run on small data."""
+"""The examples: short enough to copy, run on small data."""
 
 import importlib.util
 from pathlib import Path
@@ -25,11 +25,13 @@ def test_there_are_three():
     assert [path.stem for path in EXAMPLES] == ["char_transformer", "own_cnn", "resnet18_cosine"]
 
 
+@pytest.mark.long
 def test_own_cnn_gives_one_hash(capsys):
     assert len(load("own_cnn").main(num_epochs=1)) == 1
     assert "1 hash for three numbers of devices" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_resnet18_with_momentum_cosine_and_random_flips():
     arguments = ["--data", "fashion-mnist-mini", "--epochs", "1", "--width", "4", "--batch-size", "500"]
     main = load("resnet18_cosine").main
@@ -38,7 +40,8 @@ def test_resnet18_with_momentum_cosine_and_random_flips():
     assert results[0].steps == 4
 
 
-def test_the_transformer_learns_a_text_and_writes_on(tmp_path, capsys):
+@pytest.mark.long
+def test_the_transformer_learns_a_text_and_continues_it(tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 60)
     result = load("char_transformer").main(str(text), num_epochs=8, width=32)

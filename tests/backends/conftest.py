@@ -1,4 +1,4 @@
-"""Which frameworks are asked for: LOCKSTEP_BACKENDS=jax,numpy, or without it every one that is installed."""
+"""The frameworks under test: LOCKSTEP_BACKENDS=jax,numpy, or by default every one that is installed."""
 
 import os
 from contextlib import suppress
@@ -14,16 +14,16 @@ def asked_for() -> list[str]:
     return named.split(",") if named else [name for name in BACKENDS if is_installed(name)]
 
 
-for name in asked_for():  # before the tests import it: what it warns about when it is imported is not their subject
+for name in asked_for():  # before the tests import it: its own warnings at import would be errors
     with suppress(BackendError):
         load_backend(name)
 
-# The files of tests for one framework import it.
+# Test files of one framework import it.
 collect_ignore_glob = [f"test_{name}*.py" for name in BACKENDS if name not in asked_for()]
 
 
 def pytest_generate_tests(metafunc):
-    """A test that takes `name` runs once for each framework that is asked for, one with `any_name` for all."""
+    """A test with `name` runs once for each framework under test, one with `any_name` for every framework."""
     if "name" in metafunc.fixturenames:
         metafunc.parametrize("name", asked_for(), scope="module")
     if "any_name" in metafunc.fixturenames:
@@ -37,7 +37,7 @@ def backend(name):
 
 @pytest.fixture
 def must_load(any_name):
-    """Skips, with a sentence, what was not asked for; what was asked for has to be there."""
+    """Skips a framework that is not under test; one that is under test must be installed."""
     if any_name not in asked_for():
-        pytest.skip(f"{any_name} was not asked for; its tests run in an environment of its own: nox -s {any_name}")
+        pytest.skip(f"{any_name} is not under test here; it has an environment of its own: nox -s {any_name}")
     return any_name

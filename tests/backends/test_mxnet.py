@@ -1,4 +1,4 @@
-"""What is MXNet's own: contexts as logical devices, two kinds of arrays, empty arrays."""
+"""MXNet only: contexts as logical devices, two array classes, empty arrays, threads, late errors."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ from lockstep.core.errors import RankError
 MXNET = load_backend("mxnet")
 
 
-def test_a_logical_device_is_a_context_of_its_own():
+def test_a_logical_device_is_a_context():
     replica = lockstep.get_params([mxnp.ones(3)], "cpu:2")
     assert replica[0].ctx == mxnet.cpu(2)
     assert MXNET.device_of(replica[0]) == "cpu:2"
@@ -34,7 +34,7 @@ def test_replicas_get_gradients():
     assert param.grad.tolist() == [3, 3]
 
 
-def test_arrays_of_the_old_kind_become_new_ones():
+def test_legacy_arrays_become_numpy_arrays():
     replica = lockstep.get_params([mxnet.nd.ones((2,))], "cpu:0")
     assert isinstance(replica[0], mxnp.ndarray)
     assert replica[0].tolist() == [1, 1]
@@ -49,13 +49,13 @@ def test_empty_arrays_can_be_copied_and_read(shape):
     npx.waitall()
 
 
-def test_a_split_over_more_devices_than_samples_leaves_empty_parts():
+def test_splitting_over_more_devices_than_samples_gives_empty_parts():
     X_parts, y_parts = lockstep.split_batch(mxnp.ones((1, 2)), mxnp.zeros(1), ["cpu:0", "cpu:1", "cpu:2"])
     assert [MXNET.to_numpy(part).shape for part in X_parts] == [(1, 2), (0, 2), (0, 2)]
     assert [MXNET.to_numpy(part).shape for part in y_parts] == [(1,), (0,), (0,)]
 
 
-# --- threads inside an operation: read when MXNet is imported ---
+# --- intra-op threads: read when MXNet is imported ---
 
 TRAIN = "print(lockstep.train(2, num_epochs=1, data='fashion-mnist-mini', backend='mxnet', quiet=True).weights_sha256)"
 
@@ -70,24 +70,24 @@ def run_python(program, num_threads):
     )
 
 
-def test_the_users_number_of_threads_reaches_neither_the_run_nor_is_it_changed():
+def test_omp_num_threads_does_not_affect_the_run_and_is_not_changed():
     program = f"import lockstep, os; {TRAIN}; print(os.environ['OMP_NUM_THREADS'])"
     one, two = (run_python(program, number).stdout.split() for number in ("1", "2"))
     assert one[0] == two[0]
     assert (one[1], two[1]) == ("1", "2")
 
 
-def test_where_mxnet_was_imported_before_with_several_threads_a_run_is_refused_instead_of_hanging():
+def test_a_run_is_refused_where_mxnet_was_imported_before_with_several_threads():
     refused = run_python(f"import mxnet, lockstep; {TRAIN}", "2")
-    assert "was loaded before Lockstep's backend, with 2 threads for an operation" in refused.stderr
+    assert "was loaded before Lockstep's backend with 2 intra-op threads" in refused.stderr
     assert "Set OMP_NUM_THREADS=1 before Python starts" in refused.stderr
     assert run_python(f"import mxnet, lockstep; {TRAIN}", "1").returncode == 0
 
 
-def test_an_error_that_comes_late_is_not_raised_again_in_the_next_run():
+def test_an_asynchronous_error_is_not_raised_again_in_the_next_run():
     def fails_late(X, params):
         scores = mxnp.dot(X, params[0])
-        return scores + npx.pick(scores, X[:, 0] > 0).reshape(-1, 1)  # whole numbers are expected, and truths given
+        return scores + npx.pick(scores, X[:, 0] > 0).reshape(-1, 1)  # `pick` expects integers, and gets booleans
 
     X, y, two = mxnp.ones((8, 3)), mxnp.arange(8, dtype="int64") % 4, ["cpu:0", "cpu:1"]
     params = [lockstep.get_params([mxnp.ones((3, 4))], device) for device in two]

@@ -1,4 +1,4 @@
-"""The oracle itself: its derivatives against differences, in double precision."""
+"""The oracle itself: its derivatives against finite differences, in double precision."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def random_array(*shape):
         (lambda X: OPS.cross_entropy_sum(X, np.array([2, 0, 1])), (random_array(3, 4),)),
     ],
 )
-def test_every_derivative_is_what_differences_say(operation, arrays):
+def test_every_derivative_equals_finite_differences(operation, arrays):
     tape = []
     inputs = [Traced(array, tape) for array in arrays]
     out = operation(*inputs)
@@ -41,12 +41,12 @@ def test_every_derivative_is_what_differences_say(operation, arrays):
         found = pull(weights)
         assert traced is inputs[number]
         expected = np.zeros_like(arrays[number])
-        for place in np.ndindex(expected.shape):
+        for index in np.ndindex(expected.shape):
             moved = [[array.copy() for array in arrays] for _ in range(2)]
-            moved[0][number][place] += 1e-6
-            moved[1][number][place] -= 1e-6
+            moved[0][number][index] += 1e-6
+            moved[1][number][index] -= 1e-6
             high, low = (np.sum(weights * operation(*these)) for these in moved)
-            expected[place] = (high - low) / 2e-6
+            expected[index] = (high - low) / 2e-6
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
 
 
@@ -68,7 +68,7 @@ def test_a_second_session_is_refused():
 
 
 def test_the_random_state_changes_when_random_numbers_are_drawn():
-    for draw in (np.random.rand, np.random.randn, np.random.randn):  # the second normal number was made with the first
+    for draw in (np.random.rand, np.random.randn, np.random.randn):  # randn makes two numbers and keeps the second
         before = NUMPY.random_state()
         assert NUMPY.random_state() == before
         draw()
@@ -85,7 +85,7 @@ def test_the_random_state_changes_when_random_numbers_are_drawn():
         lambda X, params: 1 - params[0],
     ],
 )
-def test_what_numpy_does_by_itself_is_refused_where_a_gradient_is_needed(net):
+def test_operators_of_numpy_are_refused_where_a_gradient_is_needed(net):
     X, y = np.ones((4, 3), np.float32), np.arange(4) % 2
     with pytest.raises(
         RankError, match=r"numpy cannot differentiate .* Write the model with .*ops .*test_numpy.py:\d+"
@@ -93,7 +93,7 @@ def test_what_numpy_does_by_itself_is_refused_where_a_gradient_is_needed(net):
         lockstep.train_batch(X, y, [[np.ones((3, 2), np.float32)]], ["cpu:0"], 0.1, net=net)
 
 
-def test_a_model_written_with_the_operations_trains():
+def test_a_model_written_with_the_ops_trains():
     def net(X, params):
         return OPS.linear(X, *params)
 

@@ -1,4 +1,4 @@
-"""What is Paddle's own: settings of the process, and threads."""
+"""Paddle only: settings of the process, threads, random numbers."""
 
 import paddle
 import pytest
@@ -6,15 +6,15 @@ import pytest
 import lockstep
 from lockstep.backends import load_backend
 from lockstep.core.device import Device
-from lockstep.runtime.inprocess import InProcess
 from lockstep.core.errors import BackendError, LockstepError
+from lockstep.runtime.inprocess import InProcess
 
 PADDLE = load_backend("paddle")
 CPU = Device("cpu:0")
 TWO = [Device("cpu:0"), Device("cpu:1")]
 
 
-def test_settings_are_as_before_after_a_session():
+def test_settings_are_restored_after_a_session():
     def num_threads():
         return paddle.get_flags("FLAGS_paddle_num_threads")["FLAGS_paddle_num_threads"]
 
@@ -33,7 +33,7 @@ def test_a_second_session_is_refused():
         pass
 
 
-def test_drawing_random_numbers_is_noticed_and_looking_draws_none():
+def test_random_state_changes_with_a_draw_and_reading_it_draws_nothing():
     before = PADDLE.random_state()
     assert PADDLE.random_state() == before
     paddle.rand([1])
@@ -51,8 +51,8 @@ def test_a_model_that_draws_random_numbers_is_refused():
     assert all(float(params[0].abs().sum()) == 0 for params in device_params)
 
 
-def test_gradients_themselves_change_in_allreduce():
-    """The text's Paddle edition rebinds the entry of the list instead, and device 1 keeps its own gradient."""
+def test_allreduce_writes_into_the_gradients():
+    """The text's Paddle edition rebinds the entry of the list instead, so device 1 keeps its own gradient."""
     gradients = [paddle.full([2], float(i + 1)) for i in range(2)]
     lockstep.allreduce(list(gradients))
     assert [gradient.tolist() for gradient in gradients] == [[3, 3], [3, 3]]

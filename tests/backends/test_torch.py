@@ -1,4 +1,4 @@
-"""The torch backend against its protocol, and against numpy."""
+"""PyTorch only: memory, settings of the process, random numbers, errors without a deterministic mode."""
 
 import contextlib
 import threading
@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-import lockstep.backends.torch
-from lockstep.backends import load_backend
+import lockstep
+from lockstep.backends import load_backend, torch_session
 from lockstep.core.device import Device
 from lockstep.core.errors import BackendError, RankError
 
@@ -23,7 +23,7 @@ PRECISIONS = {
 }
 
 
-def test_samples_are_gathered_into_freshly_aligned_memory():
+def test_samples_are_gathered_into_new_aligned_memory():
     data = torch.arange(300, dtype=torch.uint8).reshape(100, 3)
     assert all(TORCH.take(data, torch.arange(100), start, 90).data_ptr() % 64 == 0 for start in range(5))
 
@@ -42,7 +42,7 @@ def test_an_operation_without_a_deterministic_mode_is_named_with_the_users_line(
     assert "use_deterministic_algorithms" not in str(failed.value)
 
 
-def test_another_error_of_the_framework_stays_as_it_is():
+def test_other_errors_of_pytorch_are_unchanged():
     with pytest.raises(RankError, match="RuntimeError: mat1 and mat2 shapes cannot be multiplied"):
         lockstep.train_batch(
             torch.rand(4, 3),
@@ -110,9 +110,9 @@ THE_USERS = {
 }
 
 
-@pytest.fixture(params=["as they are", "the user's"])
+@pytest.fixture(params=["default", "the user's"])
 def settings_before(request):
-    """What the process has set when a session begins; put back at the end, whatever the session did."""
+    """The settings of the process before a session; restored at the end, whatever the session did."""
     original = process_settings()
     if request.param == "the user's":
         assert THE_USERS.keys() == original.keys()
@@ -122,12 +122,12 @@ def settings_before(request):
     change(original)
 
 
-def test_the_operations_whose_precision_is_fixed_are_those_that_these_tests_look_at():
-    assert tuple(PRECISIONS.values()) == lockstep.backends.torch._with_precision()
+def test_these_tests_check_every_operation_with_a_precision_setting():
+    assert tuple(PRECISIONS.values()) == torch_session._with_precision()
 
 
 @pytest.mark.parametrize("error", [None, ZeroDivisionError, KeyboardInterrupt])
-def test_a_session_fixes_the_settings_and_puts_them_back(settings_before, error):
+def test_a_session_sets_and_restores_the_settings(settings_before, error):
     with pytest.raises(error) if error else contextlib.nullcontext(), TORCH.session([CPU]):
         assert process_settings() == {**FIXED, "num_threads": 1}
         torch.set_num_threads(1)
@@ -137,7 +137,7 @@ def test_a_session_fixes_the_settings_and_puts_them_back(settings_before, error)
     assert process_settings() == settings_before
 
 
-def test_float32_means_float32_in_a_session_whatever_the_user_has_chosen():
+def test_a_session_uses_full_float32_precision_whatever_the_user_has_set():
     original = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
@@ -158,7 +158,7 @@ def test_a_second_session_is_refused_until_the_first_has_ended():
             with pytest.raises(BackendError) as refused, TORCH.session([CPU]):
                 raise AssertionError("There are two sessions.")
             assert str(refused.value) == (
-                "Another run is under way in this process, and PyTorch's settings are the whole process's. "
+                "Another run is under way in this process, and PyTorch's settings are process-wide. "
                 "Wait for it to end, or use another process."
             )
         assert process_settings() == inside
@@ -171,7 +171,7 @@ def test_a_second_session_is_refused_until_the_first_has_ended():
 def test_a_second_session_is_refused_in_another_thread_too():
     refusals = []
 
-    def begin():
+    def start():
         try:
             with TORCH.session([CPU]):
                 pass
@@ -180,7 +180,7 @@ def test_a_second_session_is_refused_in_another_thread_too():
 
     for num_refused, first in ((1, TORCH.session([CPU])), (1, contextlib.nullcontext())):
         with first:
-            thread = threading.Thread(target=begin)
+            thread = threading.Thread(target=start)
             thread.start()
             thread.join()
         assert len(refusals) == num_refused

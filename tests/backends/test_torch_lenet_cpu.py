@@ -1,4 +1,4 @@
-"""LeNet's kernels on a CPU against PyTorch's own operations, one after the other."""
+"""LeNet on CPU: the fused operation against PyTorch's own three, and memory formats."""
 
 import os
 import subprocess
@@ -9,7 +9,8 @@ import torch
 from torch.nn import functional as F
 
 from lockstep.backends.torch_lenet_cpu import ConvReluPool2d, channels_last, scripted
-from lockstep.replicas.memory_format import flat_in_memory_order, wants_channels_last, shaped_like
+from lockstep.core.device import Device
+from lockstep.replicas.memory_format import flat_in_memory_order, shaped_like, wants_channels_last
 
 
 def plain(X, weight, bias, size):
@@ -20,35 +21,33 @@ def plain(X, weight, bias, size):
     ("samples", "channels", "side", "kernels", "kernel", "size"),
     [(5, 1, 28, 20, 3, 2), (32, 20, 13, 50, 5, 2), (3, 16, 8, 7, 3, 3), (2, 33, 9, 4, 1, 2), (40, 1, 9, 6, 4, 3)],
 )
-def test_result_and_gradients_are_those_of_the_operations_one_after_the_other(
-    samples, channels, side, kernels, kernel, size
-):
+def test_result_and_gradients_equal_those_of_the_three_operations(samples, channels, side, kernels, kernel, size):
     random = torch.Generator().manual_seed(0)
     X = torch.randn(samples, channels, side, side, generator=random)
-    given = (torch.randn(kernels, channels, kernel, kernel, generator=random), torch.randn(kernels, generator=random))
+    params = (torch.randn(kernels, channels, kernel, kernel, generator=random), torch.randn(kernels, generator=random))
     for needs_input in (False, True):
         found = []
         for function in (plain, ConvReluPool2d.apply):
-            inputs = [X.clone().requires_grad_(needs_input), *(tensor.clone().requires_grad_() for tensor in given)]
+            inputs = [X.clone().requires_grad_(needs_input), *(tensor.clone().requires_grad_() for tensor in params)]
             out = function(*inputs, size)
             gradients = torch.autograd.grad(
                 (out * torch.arange(out.numel()).view(out.shape)).sum(), inputs[not needs_input :]
             )
             found.append([out, *gradients])
-        for expected, own in zip(*found, strict=True):
-            assert own.shape == expected.shape
-            torch.testing.assert_close(own, expected, rtol=1e-4, atol=2e-5 * float(expected.detach().abs().max()))
+        for expected, ours in zip(*found, strict=True):
+            assert ours.shape == expected.shape
+            torch.testing.assert_close(ours, expected, rtol=1e-4, atol=2e-5 * float(expected.detach().abs().max()))
 
 
-def test_without_scripts_functions_are_what_they_are(monkeypatch):
-    def no_more(function):
-        raise RuntimeError("gone")
+def test_without_torchscript_functions_are_unchanged(monkeypatch):
+    def removed(function):
+        raise RuntimeError("no TorchScript")
 
-    monkeypatch.setattr(torch.jit, "script", no_more)
-    assert scripted(no_more) is no_more
+    monkeypatch.setattr(torch.jit, "script", removed)
+    assert scripted(removed) is removed
 
 
-def test_without_scripts_bits_are_the_same():
+def test_without_torchscript_bits_are_the_same():
     code = """
 import lockstep, torch
 from lockstep.backends.torch_lenet_cpu import by_product
@@ -69,7 +68,7 @@ print(lockstep.train(2, num_epochs=1, data="fashion-mnist-mini", quiet=True).wei
     assert found[0][1] == found[1][1]
 
 
-def test_what_is_given_is_not_overwritten():
+def test_inputs_are_not_overwritten():
     X, weight = torch.randn(4, 1, 8, 8), torch.randn(3, 1, 3, 3)
     before = X.clone(), weight.clone()
     ConvReluPool2d.apply(X, weight, torch.zeros(3), 2)
@@ -78,16 +77,16 @@ def test_what_is_given_is_not_overwritten():
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_channels_last_is_seen_as_such(channels):
+def test_channels_last_has_channels_last_strides(channels):
     images = torch.randn(2, channels, 5, 4)
-    laid_out = channels_last(images)
-    assert torch.equal(laid_out, images)
-    assert laid_out.stride() == (5 * 4 * channels, 1, 4 * channels, channels)
+    converted = channels_last(images)
+    assert torch.equal(converted, images)
+    assert converted.stride() == (5 * 4 * channels, 1, 4 * channels, channels)
 
 
 @pytest.mark.parametrize("shape", [(4, 3, 5, 5), (4, 1, 3, 3), (4, 3, 1, 1), (7, 2), (3,)])
 @pytest.mark.parametrize("is_last", [False, True])
-def test_a_gradient_goes_into_the_flat_vector_and_comes_out_again(shape, is_last):
+def test_a_gradient_is_flattened_and_unflattened(shape, is_last):
     param = torch.randn(shape)
     if is_last and param.ndim == 4:
         param = param.contiguous(memory_format=torch.channels_last)
@@ -100,9 +99,7 @@ def test_a_gradient_goes_into_the_flat_vector_and_comes_out_again(shape, is_last
         assert back.stride() == param.stride()
 
 
-def test_layout_depends_on_module_device_and_precision_alone():
-    from lockstep.core.device import Device
-
+def test_memory_format_depends_on_module_device_and_precision_only():
     images, numbers = torch.nn.Sequential(torch.nn.Conv2d(1, 1, 1)), torch.nn.Linear(1, 1)
     cpu, gpu = Device("cpu:1"), Device("cuda:0")
     assert [wants_channels_last(images, device, "fp32") for device in (cpu, gpu)] == [True, False]

@@ -1,11 +1,10 @@
-"""Medians, ratios, the table on the terminal, the record and the picture: from numbers that are made up."""
+"""Medians, ratios, the table on the terminal, in the results and as a picture: from times that are made up."""
 
 import json
 
 import pytest
 
-from lockstep.bench.picture import draw_tables
-from lockstep.bench.record import save, title_of, versions
+from lockstep.bench.plots import draw_tables
 from lockstep.bench.tables import Row, Spread, Table, spread
 from lockstep.report.runlog import to_json
 
@@ -25,17 +24,17 @@ def table():
     )
 
 
-def test_the_spread_is_the_middle_and_both_ends():
+def test_the_spread_is_the_median_and_the_range():
     assert spread([5.0, 1.0, 2.0, 9.0, 3.0]) == Spread(3.0, 1.0, 9.0)
 
 
-def test_a_ratio_compares_the_trials_of_one_round(table):
+def test_a_ratio_compares_trials_of_the_same_number(table):
     ours, other, broken, missing = table.rows
     assert other.ratios(ours) == [2.0, 1.0, 0.5]
     assert broken.ratios(ours) == missing.ratios(ours) == other.ratios(None) == []
 
 
-def test_the_table_says_medians_ratios_and_problems(table):
+def test_the_table_shows_medians_ratios_and_problems(table):
     title, headings, *rows, note = table.text().splitlines()
     assert title == table.title
     assert "times lockstep" in headings
@@ -47,9 +46,9 @@ def test_the_table_says_medians_ratios_and_problems(table):
     assert note.strip() == "a note"
 
 
-def test_the_record_has_every_single_trial(table):
-    plain = json.loads(to_json(table.plain()))
-    ours, other, broken, missing = plain["rows"]
+def test_results_have_every_single_trial(table):
+    fields = json.loads(to_json(table.to_dict()))
+    ours, other, broken, missing = fields["rows"]
     assert ours["seconds"] == [0.1, 0.2, 0.4]
     assert ours["ms_per_step"] == {"median": 200.0, "lowest": 100.0, "highest": 400.0}
     assert other["times_lockstep"] == {"median": 1.0, "lowest": 0.5, "highest": 2.0}
@@ -63,16 +62,6 @@ def test_without_the_reference_there_are_no_ratios(table):
     assert "x" not in table.text().splitlines()[3].replace("ddp-best", "")
 
 
-def test_record_and_picture_are_written_under_the_names_of_the_device(table, tmp_path):
-    record = {"device": "cpu", "machine": ["A CPU"], "date": "2026-01-01", "versions": versions("2.13.0")}
-    record["tables"] = [table.plain()]
-    paths = save(record, [table], tmp_path / "new")
-    assert [path.name for path in paths] == ["bench-cpu.json", "bench-cpu.png"]
-    assert json.loads(paths[0].read_text()) == json.loads(to_json(record))
-    assert paths[1].read_bytes().startswith(b"\x89PNG")
-    assert "A CPU; 2026-01-01" in title_of(record)
-
-
-def test_a_picture_of_nothing_is_a_picture(tmp_path):
+def test_tables_without_times_give_an_empty_picture(tmp_path):
     draw_tables([Table("none", "lockstep", [Row("lockstep", problem="failed")])], "title", tmp_path / "empty.png")
     assert (tmp_path / "empty.png").stat().st_size > 1000

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import lockstep as package
+
 
 @pytest.fixture
 def run(lockstep, few):
@@ -19,21 +21,53 @@ def run(lockstep, few):
     return answer.json
 
 
-def test_help_names_every_command_and_imports_no_framework(lockstep):
+def test_help_names_every_command(lockstep):
     answer = lockstep("--help")
     assert answer.status == 0
-    for command in ("train", "evaluate", "compare", "devices", "data"):
+    for command in ("train", "evaluate", "compare", "bench", "devices", "data"):
         assert f"\n  {command} " in answer.out
         assert lockstep(command, "--help").status == 0
-    code = (
-        "import sys\nfrom lockstep.cli import app\ntry:\n    app(['--help'])\nexcept SystemExit:\n    pass\n"
-        "heavy = {'torch', 'numpy', 'matplotlib', 'rich', 'safetensors'} & set(sys.modules)\nassert not heavy, heavy"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+IMPORTS = """
+import sys
+
+import lockstep.cli
+
+heavy = {"torch", "paddle", "mxnet", "jax", "numpy", "rich", "matplotlib", "safetensors"}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+for arguments in (["--help"], ["train", "--help"]):
+    try:
+        lockstep.cli.main(arguments)
+    except SystemExit as end:
+        assert not end.code
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+"""
+
+
+def test_the_command_line_and_its_help_import_no_framework_and_no_numpy():
+    subprocess.run([sys.executable, "-c", IMPORTS], check=True, stdout=subprocess.DEVNULL)
 
 
 def test_version(lockstep):
-    assert lockstep("--version").out == "lockstep 0.1.0\n"
+    assert lockstep("--version").out == f"lockstep {package.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("trian", "lockstep: No such command 'trian'. Did you mean 'train'? See lockstep --help.\n"),
+        ("devices --jason", "No such option: --jason"),
+        ("evaluate", " See lockstep evaluate --help.\n"),
+    ],
+)
+def test_a_usage_error_is_one_line(lockstep, arguments, sentence):
+    answer = lockstep(*arguments.split())
+    assert answer.status == 2
+    assert sentence in answer.err
+    assert answer.err.count("\n") == 1
+    assert ".." not in answer.err
+    assert "?." not in answer.err
 
 
 def test_without_a_command_the_help_is_shown(lockstep):
@@ -42,7 +76,7 @@ def test_without_a_command_the_help_is_shown(lockstep):
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 11])
-def test_evaluate_gives_the_runs_own_accuracy_on_any_number_of_devices(lockstep, run, k):
+def test_evaluate_gives_the_accuracy_of_the_run_on_any_number_of_devices(lockstep, run, k):
     answer = lockstep("evaluate", "run", "--devices", k, "--json")
     assert answer.status == 0
     assert answer.json["test_accuracy"] == run["test_accuracy"]
@@ -94,7 +128,7 @@ def test_evaluate_refuses_forged_settings(lockstep, run, tmp_path, settings):
     assert answer.err.count("\n") == 1
 
 
-def test_compare_trains_the_grid_and_says_what_it_shows(lockstep, tiny, tmp_path):
+def test_compare_trains_the_sweep_and_sums_it_up(lockstep, tiny, tmp_path):
     answer = lockstep(
         "compare",
         "--data",
@@ -150,11 +184,11 @@ def test_compare_shows_that_ring_does_not_keep_the_bits(lockstep, tiny):
         ("--devices 0,1", "0 is not a number of devices"),
         ("--devices 1,9", "9 devices cannot share 8 shards"),
         ("--lr fast", "--lr fast: not a list of numbers"),
-        ("--lr 0.1,-1", "The learning rate -1.0"),
+        ("--lr 0.1,-1", "learning rate must be more than 0, got -1.0 (--lr)."),
         ("--batch-size 10,x", "--batch-size 10,x: not a list of numbers"),
     ],
 )
-def test_compare_refuses_the_impossible_before_it_starts(lockstep, tiny, tmp_path, arguments, sentence):
+def test_compare_refuses_wrong_settings_before_it_starts(lockstep, tiny, tmp_path, arguments, sentence):
     answer = lockstep("compare", "--data", tiny, *arguments.split())
     assert answer.status == 2
     assert sentence in answer.err
@@ -187,7 +221,7 @@ def test_data_verifies(lockstep, tiny):
     assert "good: 260 training and 30 test samples" in lockstep("data", tiny).out
 
 
-def test_data_refuses_what_it_does_not_know_or_have(lockstep, tmp_path, monkeypatch):
+def test_data_refuses_unknown_and_missing_data_sets(lockstep, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("lockstep.data.sources.SYSTEM_FOLDER", tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()

@@ -1,4 +1,4 @@
-"""A child process leaves alone what it inherits."""
+"""A forked child does not delete what it inherits."""
 
 import gc
 import os
@@ -7,7 +7,7 @@ from lockstep.core.child_process import fork
 
 
 class Joins:
-    """Says so when it is deleted; others wait for a thread then, which a child does not have."""
+    """Reports its deletion; real ones join a thread then, which a child does not have."""
 
     def __init__(self, pipe):
         self.pipe, self.myself = pipe, self  # a cycle, which only the garbage collector can delete
@@ -16,7 +16,7 @@ class Joins:
         os.write(self.pipe, b"deleted")
 
 
-def test_a_child_does_not_delete_what_was_made_before_it():
+def test_a_child_does_not_delete_objects_of_its_parent():
     read, write = os.pipe()
     inherited = Joins(write)
     child = fork()
@@ -29,6 +29,6 @@ def test_a_child_does_not_delete_what_was_made_before_it():
     assert os.read(read, 100) == b"done"
     del inherited
     gc.collect()
-    assert os.read(read, 100) == b"deleted"  # the parent goes on as before
+    assert os.read(read, 100) == b"deleted"  # the parent still deletes it
     os.close(read)
     os.close(write)

@@ -1,4 +1,4 @@
-"""Names of devices, and what `--devices` means on a machine with some GPUs."""
+"""Names of devices, and which devices `--devices` means on a machine with some GPUs."""
 
 import pytest
 from hypothesis import given
@@ -36,20 +36,20 @@ def test_a_device_is_a_string_and_is_shown_without_quotes():
 @pytest.mark.parametrize(
     "name", ["", "gpu-0", "CPU:0", "cpu:", "cpu:-1", "cpu:1.5", "cuda:12345", "cpu 0", "xcuda:0", "cpu:0 cpu:1"]
 )
-def test_what_is_not_a_device_is_refused(name):
+def test_other_names_are_refused(name):
     with pytest.raises(DeviceError) as refused:
         Device(name)
     assert str(refused.value) == f"{name!r} is not the name of a device. Write cpu:0, cpu:1, cuda:0, ..."
 
 
-def test_a_gpu_by_its_other_name_is_refused_with_the_right_one():
+def test_gpu_is_refused_with_the_name_cuda():
     for name, right in (("gpu", "cuda"), ("gpu:1", "cuda:1")):
         with pytest.raises(DeviceError, match=f"'{name}' is not the name of a device. Did you mean {right}[?] Write"):
             Device(name)
 
 
 @given(st.text(max_size=12) | st.from_regex(r"(cpu|cuda):?\d{0,6}", fullmatch=True))
-def test_any_text_is_a_device_or_a_sentence(name):
+def test_any_text_is_a_device_or_an_error_with_the_text(name):
     try:
         device = Device(name)
     except DeviceError as refused:
@@ -74,7 +74,7 @@ def test_a_number_means_gpus_if_there_are_that_many_else_none_of_them(wanted, de
     assert choose_devices(str(wanted), TWO_GPUS) == devices
 
 
-def test_the_list_of_gpus_is_not_given_away():
+def test_the_list_of_gpus_is_copied():
     gpus = list(TWO_GPUS)
     choose_devices(2, gpus).append(Device("cpu:0"))
     assert gpus == TWO_GPUS
@@ -104,7 +104,7 @@ def test_an_impossible_number_is_refused(wanted):
     assert str(refused.value) == f"{wanted} devices: give a number from 1 to 4096, or a list like cpu:0,cpu:1."
 
 
-def test_the_largest_number_is_good():
+def test_the_largest_number_is_accepted():
     assert MAX_DEVICES == 4096
     assert choose_devices(4096, gpus=[])[-1] == "cpu:4095"
 
@@ -141,8 +141,8 @@ def test_cpu_and_gpu_together_are_refused(check):
     with pytest.raises(DeviceError) as refused:
         check([Device("cpu:0"), Device("cuda:1")], TWO_GPUS)
     assert str(refused.value) == (
-        "cpu:0, cuda:1 mixes CPU and GPU: their kernels round differently, so the weights would "
-        "depend on which device a shard lands on. List devices of one kind."
+        "cpu:0, cuda:1 mixes CPU and GPU: their kernels round differently, so the weights would depend on which device "
+        "computes a shard. List devices of one kind."
     )
 
 
@@ -151,13 +151,13 @@ def test_cpu_and_gpu_together_are_refused(check):
     [([], "no GPU is visible on this machine"), (TWO_GPUS, "this machine has cuda:0, cuda:1")],
 )
 @pytest.mark.parametrize("check", [choose_devices, check_devices])
-def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(gpus, has, check):
+def test_a_missing_gpu_is_refused_with_those_that_exist(gpus, has, check):
     with pytest.raises(DeviceError) as refused:
         check([Device("cuda:2")], gpus)
     assert str(refused.value) == f"There is no cuda:2: {has}. Use logical CPU devices: cpu:0,cpu:1."
 
 
-def test_a_logical_device_listed_twice_is_refused_with_the_list_to_write():
+def test_a_logical_device_listed_twice_is_refused_with_a_list_that_works():
     with pytest.raises(DeviceError) as refused:
         choose_devices("cpu:1,cpu,cpu:1", TWO_GPUS)
     assert str(refused.value) == ("cpu:1 is listed 2 times. Number logical CPU devices apart: cpu:0,cpu:1,cpu:2.")
@@ -167,5 +167,5 @@ def test_a_logical_device_listed_twice_is_refused_with_the_list_to_write():
     ("names", "gpus"),
     [(["cpu:0", "cpu:0"], []), (["cpu:7"], TWO_GPUS), (["cuda:1", "cuda:0", "cuda:1"], TWO_GPUS)],
 )
-def test_devices_that_are_there_pass_the_check_however_often_they_are_listed(names, gpus):
+def test_devices_that_exist_pass_the_check_however_often_they_are_listed(names, gpus):
     check_devices([Device(name) for name in names], gpus)

@@ -1,11 +1,11 @@
-"""Objects named on the command line, and what a run's record calls what has no name."""
+"""Entry points named on the command line, and how a run's record describes objects without one."""
 
 import sys
 
 import pytest
 
-from lockstep.core.errors import ConfigError
 from lockstep.core.entry_points import describe, is_entry_point, load_entry_point
+from lockstep.core.errors import ConfigError
 from lockstep.core.source_lines import source_line_of
 
 
@@ -19,7 +19,7 @@ def here(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "name", ["lenet", "a.npz", "C:\\data", "pkg:", ":fn", "pkg:fn()", "os;os:x", "a b:c", "../x:y", ""]
 )
-def test_what_is_no_place(name):
+def test_what_is_no_entry_point(name):
     assert not is_entry_point(name)
 
 
@@ -28,7 +28,7 @@ def test_a_file_in_the_current_folder_is_found(here):
     assert load_entry_point("nets_here:Box.make", "model")() == 7
 
 
-def test_what_cannot_be_loaded_is_said_in_a_sentence(here):
+def test_an_entry_point_that_cannot_be_loaded_is_refused_with_the_reason(here):
     (here / "breaks_here.py").write_text("raise KeyError('x')")
     (here / "needs_here.py").write_text("import not_installed_anywhere")
     (here / "empty_here.py").write_text("def thing(): ...")
@@ -43,17 +43,26 @@ def test_what_cannot_be_loaded_is_said_in_a_sentence(here):
         assert str(refused.value).startswith(sentence)
 
 
-def test_names_of_what_was_given():
+def test_user_objects_are_described():
     class Local:
         pass
 
     assert describe(pytest.raises) == "_pytest.raises:raises"
-    assert describe(Local) == "a function given in Python"
+
+    def own():
+        pass
+
+    own.__module__ = "__main__"
+    assert describe(Local) == describe(own) == "a function given in Python"
+    own.__qualname__ = "own"
+    assert describe(own) == "own given in Python"
+    own.__module__ = None
+    assert describe(own) == "own given in Python"
     assert describe(Local()) == "a Local given in Python"
 
 
-def test_a_source_line_is_one_of_a_file():
-    """A thread that imports something is in code that has no file."""
+def test_the_source_line_of_a_thread_that_imports_is_in_a_file():
+    """The innermost frames of an import have no file."""
     names = {"frame": sys._getframe}
     exec(compile("found = frame()", "<frozen importlib._bootstrap>", "exec"), names)
     assert source_line_of(names["found"]).startswith(f"{__file__}:")

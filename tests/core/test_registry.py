@@ -25,14 +25,14 @@ def test_a_name_gives_its_entry(name):
         ("", ""),
     ],
 )
-def test_another_name_is_refused_with_the_nearest_and_all_that_there_are(name, hint):
+def test_another_name_is_refused_with_the_nearest_and_all_names(name, hint):
     with pytest.raises(ConfigError) as refused:
         pick(TABLE, name, "exchange")
     assert str(refused.value) == f"There is no exchange called {name!r}.{hint} There are: gather, ring, tree."
 
 
 @given(st.text())
-def test_any_name_is_an_entry_or_a_sentence(name):
+def test_any_other_name_is_refused(name):
     if name not in TABLE:
         with pytest.raises(ConfigError, match="There is no exchange called"):
             pick(TABLE, name, "exchange")

@@ -1,4 +1,4 @@
-"""Trees of plain values and arrays as bytes, and back; any other bytes are damaged."""
+"""Trees of plain values and arrays as bytes, and back; any other bytes are refused as corrupt."""
 
 import math
 import struct
@@ -11,20 +11,20 @@ from hypothesis.extra import numpy as arrays_of
 
 from lockstep.core.serialization import CorruptData, NotSerializable, pack, unpack
 
-KINDS = ["?", "u1", "i1", "<u2", "<i2", "<u4", "<i4", "<u8", "<i8", "<f2", "<f4", "<f8", "<c8"]
+DTYPES = ["?", "u1", "i1", "<u2", "<i2", "<u4", "<i4", "<u8", "<i8", "<f2", "<f4", "<f8", "<c8"]
 
 
 @st.composite
 def any_array(draw):
-    """Of every kind, with any bits (NaN with a payload, -0.0), 0-d, empty, and not one after the other in memory."""
-    kind = np.dtype(draw(st.sampled_from(KINDS)))
+    """Of every dtype, with any bits (NaN with a payload, -0.0), 0-d, empty, and not contiguous."""
+    dtype = np.dtype(draw(st.sampled_from(DTYPES)))
     shape = draw(arrays_of.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3))
     size = math.prod(shape)
-    if kind.kind == "b":
+    if dtype.kind == "b":
         flat = np.array(draw(st.lists(st.booleans(), min_size=size, max_size=size)), np.bool_)
     else:
-        num_bytes = size * kind.itemsize
-        flat = np.frombuffer(draw(st.binary(min_size=num_bytes, max_size=num_bytes)), kind)
+        num_bytes = size * dtype.itemsize
+        flat = np.frombuffer(draw(st.binary(min_size=num_bytes, max_size=num_bytes)), dtype)
     array = flat.reshape(shape)
     match draw(st.sampled_from(["as it is", "fortran", "transposed", "every second", "backwards"])):
         case "fortran":
@@ -56,7 +56,7 @@ TREES = st.recursive(LEAVES, above, max_leaves=12)
 
 
 def same(ours, theirs):
-    """Whether two trees are the same to the bit: kinds, order of keys, and what floats are made of."""
+    """Whether two trees are the same to the bit: types, order of keys, and the bytes of floats."""
     if type(ours) is not type(theirs):
         return False
     match ours:
@@ -73,7 +73,7 @@ def same(ours, theirs):
 
 
 def rebuilt(tree):
-    """An equal tree that shares nothing with it, its arrays one after the other in memory."""
+    """An equal tree that shares nothing with it, its arrays contiguous."""
     match tree:
         case np.ndarray():
             return np.array(tree, order="C")
@@ -109,7 +109,7 @@ def test_what_was_unpacked_is_packed_into_the_same_bytes(tree):
     assert pack(unpack(pack(tree))) == pack(tree)
 
 
-def test_arrays_that_were_unpacked_are_their_own():
+def test_unpacked_arrays_do_not_share_memory():
     data = pack({"a": np.arange(3)})
     first, second = unpack(data), unpack(data)
     first["a"] = first["a"].copy()
@@ -147,22 +147,22 @@ def test_what_is_not_plain_is_refused_with_its_path(tree, sentence):
     [np.array(["text"]), np.array([object()]), np.zeros(2, [("x", "i4")]), np.zeros(2, "M8[D]"), np.zeros(2, "c16")],
     ids=lambda array: array.dtype.name,
 )
-def test_arrays_of_what_is_no_number_are_refused_with_their_path(array):
+def test_arrays_of_other_dtypes_are_refused_with_their_path(array):
     with pytest.raises(NotSerializable, match=r"^deep/in/1"):
         pack({"deep": {"in": [0, array]}})
 
 
-# --- damage
+# --- corrupt data
 
 TREE = {"step": 3, "rates": (0.1, float("nan")), 7: [np.arange(5, dtype=np.float32), np.zeros((2, 0))], "on": True}
 DATA = pack(TREE)
 
 
-def check_damaged(data):
+def check_corrupt(data):
     assert data != DATA
-    with pytest.raises(CorruptData) as damaged:
+    with pytest.raises(CorruptData) as refused:
         unpack(data)
-    assert str(damaged.value) in (
+    assert str(refused.value) in (
         "it is not a safetensors file",
         "its SHA-256 is not that of what it holds",
         "what it holds was not packed by Lockstep",
@@ -170,60 +170,60 @@ def check_damaged(data):
 
 
 def test_every_flipped_bit_is_found():
-    for place in range(len(DATA)):
+    for offset in range(len(DATA)):
         for bit in range(8):
             flipped = bytearray(DATA)
-            flipped[place] ^= 1 << bit
-            check_damaged(bytes(flipped))
+            flipped[offset] ^= 1 << bit
+            check_corrupt(bytes(flipped))
 
 
 def test_every_truncation_is_found():
     for num_bytes in range(len(DATA)):
-        check_damaged(DATA[:num_bytes])
+        check_corrupt(DATA[:num_bytes])
 
 
 @given(st.binary(min_size=1, max_size=20))
 def test_appended_bytes_are_found(more):
-    check_damaged(DATA + more)
+    check_corrupt(DATA + more)
 
 
 @given(st.integers(0, len(DATA)), st.binary(min_size=1, max_size=20))
-def test_inserted_bytes_are_found(place, more):
-    data = DATA[:place] + more + DATA[place:]
+def test_inserted_bytes_are_found(offset, more):
+    data = DATA[:offset] + more + DATA[offset:]
     if data != DATA:
-        check_damaged(data)
+        check_corrupt(data)
 
 
 def test_every_other_byte_in_place_of_a_space_is_found():
-    """The header may end with spaces, and JSON does not care what kind of space they are."""
+    """The header may end with spaces, which JSON ignores, whatever their kind."""
     for packed in [pack("x" * length) for length in range(8)]:
-        place = 7 + int.from_bytes(packed[:8], "little")
-        if packed[place : place + 1] == b" ":
+        offset = 7 + int.from_bytes(packed[:8], "little")
+        if packed[offset : offset + 1] == b" ":
             break
     else:
         pytest.fail("no header ends with a space: this test shows nothing")
     for byte in {*range(256)} - {ord(" ")}:
-        check_damaged(packed[:place] + bytes([byte]) + packed[place + 1 :])
+        check_corrupt(packed[:offset] + bytes([byte]) + packed[offset + 1 :])
 
 
 @given(TREES, st.data())
 @settings(max_examples=200)
 def test_a_byte_changed_in_any_tree_is_found(tree, data):
     packed = bytearray(pack(tree))
-    place = data.draw(st.integers(0, len(packed) - 1))
-    packed[place] ^= data.draw(st.integers(1, 255))
+    offset = data.draw(st.integers(0, len(packed) - 1))
+    packed[offset] ^= data.draw(st.integers(1, 255))
     with pytest.raises(CorruptData):
         unpack(bytes(packed))
 
 
 @given(st.binary(max_size=60))
-def test_other_bytes_are_damaged(data):
-    check_damaged(data)
+def test_other_bytes_are_corrupt(data):
+    check_corrupt(data)
 
 
 @pytest.mark.parametrize("inner", [b"", b"{}", b"[]", b"1", b'{"sha256":"","tree":"{}"}', b'{"sha256":1,"tree":2}'])
-def test_safetensors_files_of_others_are_damaged(inner):
+def test_safetensors_files_of_others_are_corrupt(inner):
     from safetensors.numpy import save
 
-    check_damaged(save({"W": np.zeros(2, np.float32)}))
-    check_damaged(save({"W": np.zeros(2, np.float32)}, {"lockstep": inner.decode()}))
+    check_corrupt(save({"W": np.zeros(2, np.float32)}))
+    check_corrupt(save({"W": np.zeros(2, np.float32)}, {"lockstep": inner.decode()}))

@@ -1,4 +1,4 @@
-"""What the tests of data use: IDX files made by hand, and a Fashion-MNIST of a few hundred bytes."""
+"""Fixtures of the data tests: a writer of IDX files, and a Fashion-MNIST of a few hundred bytes."""
 
 import gzip
 import hashlib

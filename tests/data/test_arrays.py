@@ -1,18 +1,18 @@
-"""Arrays and tensors that were given: every form that is taken, and what is refused."""
+"""Data sets from arrays and tensors: every form that is accepted, and what is refused."""
 
 import numpy as np
 import pytest
 import torch
 
+from lockstep.core.errors import DataError
 from lockstep.data.arrays import dataset_of_arrays
 from lockstep.data.dataset import leaves_of, map_leaves
-from lockstep.core.errors import DataError
 
 X, Y = np.ones((4, 3)), np.arange(4)
 
 
 @pytest.mark.parametrize(
-    ("given", "samples", "targets"),
+    ("X", "samples", "targets"),
     [
         (X, "float32", "int64"),
         (X.astype(np.float16), "float32", "int64"),
@@ -23,8 +23,8 @@ X, Y = np.ones((4, 3)), np.arange(4)
         (torch.ones(4, 3, dtype=torch.bfloat16), "float32", "int64"),
     ],
 )
-def test_numbers_become_float32_int64_or_stay_bytes(given, samples, targets):
-    data = dataset_of_arrays((given, Y.astype(np.uint8)), "mine")
+def test_numbers_become_float32_int64_or_stay_bytes(X, samples, targets):
+    data = dataset_of_arrays((X, Y.astype(np.uint8)), "mine")
     assert (data.X_train.dtype, data.y_train.dtype) == (samples, targets)
     assert data.X_train.flags.c_contiguous
 
@@ -36,7 +36,7 @@ def test_training_and_test_part():
     assert dataset_of_arrays([[X, Y], [X[:2], Y[:2]]], "mine").num_test == 2
 
 
-def test_a_pair_of_inputs_is_no_training_and_test_part():
+def test_a_pair_of_inputs_is_not_a_training_and_a_test_part():
     data = dataset_of_arrays(((X, 2 * X), Y), "mine")
     assert data.num_train == 4
     assert data.sample_shape is None
@@ -44,13 +44,13 @@ def test_a_pair_of_inputs_is_no_training_and_test_part():
     assert dataset_of_arrays((X[:2], [0, 1]), "mine").y_train.tolist() == [0, 1]
 
 
-def test_parts_of_a_sample_are_as_they_are():
+def test_bytes_in_a_part_of_a_sample_are_tokens():
     parts = {"tokens": np.ones((4, 2), np.uint8), "mask": np.ones((4, 2), bool)}
     data = dataset_of_arrays((parts, Y), "mine")
     assert {name: str(array.dtype) for name, array in data.X_train.items()} == {"tokens": "int64", "mask": "bool"}
 
 
-def test_the_hash_tells_data_apart():
+def test_the_hash_is_that_of_the_arrays():
     whole = dataset_of_arrays((X, Y), "a").sha256
     assert whole == dataset_of_arrays((torch.ones(4, 3), list(Y)), "b").sha256
     assert whole != dataset_of_arrays(({"x": 2 * X}, Y), "a").sha256
@@ -63,12 +63,12 @@ def test_tokens_and_classes_are_counted():
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    ("data", "sentence"),
     [
         (X, "mine: the training data is a ndarray. Give a name, (X, y)"),
         ((X, Y, Y), "mine: the training data is a tuple."),
-        ((X, Y[:3]), "mine: samples and targets of the training data have the lengths 3, 4."),
-        ((X[:0], Y[:0]), "mine: samples and targets of the training data have the lengths 0."),
+        ((X, Y[:3]), "mine: samples and targets of the training data have lengths [3, 4]."),
+        ((X[:0], Y[:0]), "mine: samples and targets of the training data have lengths [0]."),
         ((np.full((4, 3), np.nan), Y), "mine: the training samples hold NaN"),
         ((X, np.full(4, np.inf)), "mine: the training targets hold NaN"),
         ((np.array(["a", "b"]), Y[:2]), "mine: the training samples are <U1 of shape (2,)."),
@@ -81,16 +81,16 @@ def test_tokens_and_classes_are_counted():
         ((np.array([[2**63 + 1]], np.uint64), [1]), "mine: the training samples hold 9223372036854775809"),
     ],
 )
-def test_what_does_not_fit_is_refused(given, sentence):
+def test_arrays_that_do_not_fit_together_are_refused(data, sentence):
     with pytest.raises(DataError) as refused:
-        dataset_of_arrays(given, "mine")
+        dataset_of_arrays(data, "mine")
     assert str(refused.value).startswith(sentence)
 
 
-def test_structures_stay_what_they_are():
+def test_map_leaves_keeps_tuples_lists_and_dicts():
     from collections import namedtuple
 
     Pair = namedtuple("Pair", "left right")
-    given = {"a": (1, [2, 3]), "b": Pair(4, 5)}
-    assert map_leaves(given, lambda leaf: 10 * leaf) == {"a": (10, [20, 30]), "b": Pair(40, 50)}
-    assert leaves_of(given) == [1, 2, 3, 4, 5]
+    nested = {"a": (1, [2, 3]), "b": Pair(4, 5)}
+    assert map_leaves(nested, lambda leaf: 10 * leaf) == {"a": (10, [20, 30]), "b": Pair(40, 50)}
+    assert leaves_of(nested) == [1, 2, 3, 4, 5]

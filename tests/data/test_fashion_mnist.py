@@ -5,8 +5,8 @@ import gzip
 import numpy as np
 import pytest
 
-from lockstep.data.fashion_mnist import FILES, MINI, find_in, read_folder, read_mini, read_verified
 from lockstep.core.errors import DataError
+from lockstep.data.fashion_mnist import FILES, MINI, find_in, read_folder, read_mini, read_verified
 
 
 def test_the_mini_set_has_2000_and_500_images_of_bytes():
@@ -100,7 +100,7 @@ def test_one_other_pixel_is_refused(folder):
 def test_labels_out_of_range_are_refused(folder, idx_bytes):
     path = folder / f"{FILES[1].name}.gz"
     path.write_bytes(idx_bytes(np.arange(12)))
-    assert f"{path}: label 10 is 10, and there are 10 classes" in sentence_about(folder)
+    assert f"{path}: label 10 is 10, and the 10 classes are 0 to 9" in sentence_about(folder)
 
 
 def test_images_in_place_of_labels_are_refused(folder):

@@ -8,9 +8,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from lockstep.core.errors import DataError
 from lockstep.data import idx
 from lockstep.data.idx import check_labels, parse_idx, unpack
-from lockstep.core.errors import DataError
 
 IMAGES = np.arange(2 * 3 * 4, dtype=np.uint8).reshape(2, 3, 4)
 HEADER = bytes.fromhex("00000803 00000002 00000003 00000004")
@@ -99,7 +99,7 @@ def test_a_file_that_is_too_long_is_refused(path):
     assert refusal(path, CONTENT + b"!") == f"{path} announces 2 x 3 x 4 = 24 bytes and holds 25. It is too long."
 
 
-def test_a_forged_header_is_refused_before_memory_is_taken(path):
+def test_a_forged_header_is_refused_before_memory_is_allocated(path):
     assert "It is truncated." in refusal(path, HEADER[:4] + b"\xff" * 12)
 
 
@@ -115,14 +115,14 @@ def test_a_truncated_gzip_file_is_refused(path, num_bytes):
     assert sentence.endswith("Remove it and fetch it again.")
 
 
-@pytest.mark.parametrize("place", [-1, -5, 2, 12], ids=["length", "checksum", "method", "data"])
-def test_a_corrupt_gzip_file_is_refused(path, place):
+@pytest.mark.parametrize("position", [-1, -5, 2, 12], ids=["length", "checksum", "method", "data"])
+def test_a_corrupt_gzip_file_is_refused(path, position):
     corrupt = bytearray(PACKED)
-    corrupt[place] ^= 0xFF
+    corrupt[position] ^= 0xFF
     assert "is a damaged gzip file (" in refusal(path, bytes(corrupt))
 
 
-def test_rubbish_behind_a_gzip_file_is_refused(path):
+def test_bytes_after_a_gzip_file_are_refused(path):
     assert "is a damaged gzip file (" in refusal(path, PACKED + b"rubbish")
 
 
@@ -162,9 +162,9 @@ changes = st.lists(st.tuples(st.integers(0, 2**16), st.integers(1, 255)), max_si
 @settings(deadline=None, max_examples=300)
 def test_damage_gives_an_array_or_a_sentence_and_never_another_exception(path, content, changes, num_cut):
     damaged = bytearray(content[: len(content) - num_cut])
-    for place, flip in changes:
+    for position, flip in changes:
         if damaged:
-            damaged[place % len(damaged)] ^= flip
+            damaged[position % len(damaged)] ^= flip
     found = array_or_sentence(path, bytes(damaged))
     if isinstance(found, str):
         assert str(path) in found
@@ -182,14 +182,14 @@ def test_any_bytes_give_an_array_or_a_sentence(path, content):
         assert str(path) in found if isinstance(found, str) else found.ndim == num_dims
 
 
-def test_labels_of_all_classes_are_good_and_so_are_none():
+def test_labels_of_all_classes_are_accepted_and_so_are_no_labels():
     check_labels(np.arange(10, dtype=np.uint8), 10, "labels")
     check_labels(np.zeros(0, np.uint8), 10, "labels")
 
 
 @pytest.mark.parametrize("last", [9, 10, 255])
-def test_a_label_out_of_range_is_refused_with_its_place(last):
+def test_a_label_out_of_range_is_refused_with_its_number(last):
     labels = np.array([0, 9, 10, last], np.uint8)
     with pytest.raises(DataError) as refused:
         check_labels(labels, 10, "some/labels")
-    assert str(refused.value) == "some/labels: label 2 is 10, and there are 10 classes, 0 to 9."
+    assert str(refused.value) == "some/labels: label 2 is 10, and the 10 classes are 0 to 9."

@@ -5,8 +5,8 @@ import hashlib
 import numpy as np
 import pytest
 
-from lockstep.data import DATASETS, Dataset, load_dataset
 from lockstep.core.errors import ConfigError, DataError
+from lockstep.data import DATASETS, Dataset, load_dataset
 
 
 def test_the_mini_set_is_there_without_a_network(monkeypatch, tmp_path):
@@ -29,7 +29,7 @@ def test_the_largest_label_of_both_parts_gives_the_number_of_classes(tmp_path):
     assert load_dataset(str(tmp_path / "mine.npz")).num_classes == 7
 
 
-def test_an_unknown_name_is_refused_with_the_names_that_there_are():
+def test_an_unknown_name_is_refused_with_the_known_names():
     with pytest.raises(ConfigError) as refused:
         load_dataset("fashion-minst")
     assert str(refused.value) == (
@@ -65,7 +65,7 @@ def test_a_folder_with_an_impossible_name_is_refused(tmp_path):
     )
 
 
-# --- what tells one data set from another
+# --- the hash of a data set
 
 SMALL = {
     "X_train": np.arange(12, dtype=np.uint8).reshape(3, 1, 2, 2),

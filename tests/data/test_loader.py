@@ -1,4 +1,4 @@
-"""Map-style data sets: the same bits for any number of workers and devices, keyed augmentation, and plain answers."""
+"""Map-style data sets: the same bits for any number of workers and devices, keyed augmentation, error messages."""
 
 import gc
 import multiprocessing
@@ -21,7 +21,7 @@ SETTINGS = {"batch_size": 16, "epochs": 2, "quiet": True}
 
 
 class Own(Dataset):
-    """Vectors with noise from all three sources of random numbers."""
+    """Vectors with noise from Python, numpy and PyTorch."""
 
     def __init__(self, vectors, noise=0.1):
         (self.X, self.y), self.noise = vectors, noise
@@ -56,7 +56,7 @@ def test_workers_and_devices_do_not_change_a_bit(vectors):
     assert nothing_is_left()
 
 
-def test_without_noise_they_are_those_of_the_arrays(vectors):
+def test_without_noise_the_weights_are_those_of_the_arrays(vectors):
     module = nn.Linear(6, 3)
     arrays = lockstep.train(model=module, data=(vectors, vectors), devices=2, **SETTINGS)
     for data in (
@@ -72,13 +72,13 @@ def test_without_noise_they_are_those_of_the_arrays(vectors):
 
 
 def test_samples_are_loaded_by_other_processes(vectors, tmp_path):
-    class Tells(Own):
+    class Recorded(Own):
         def __getitem__(self, i):
             if multiprocessing.parent_process() is not None:
                 (tmp_path / str(os.getpid())).touch()
             return super().__getitem__(i)
 
-    lockstep.train(model=nn.Linear(6, 3), data=Tells(vectors), devices=1, workers=2, **SETTINGS)
+    lockstep.train(model=nn.Linear(6, 3), data=Recorded(vectors), devices=1, workers=2, **SETTINGS)
     loaders = {int(file.name) for file in tmp_path.iterdir()}
     assert len(loaders) == 2
 
@@ -130,12 +130,12 @@ class Ragged(Own):
     [
         (
             Fails,
-            r"Sample 17 of the training data cannot be loaded: OSError: no such picture \(at .*test_loading.py:\d+\)",
+            r"Sample 17 of the training data cannot be loaded: OSError: no such picture \(at .*test_loader.py:\d+\)",
         ),
         (NoPair, r"Sample \d+ of the training data cannot be loaded: TypeError: it is a dict, and must be a pair"),
         (
             Ragged,
-            r"Sample \d+ .* does not go together with others in a shard: shapes \[\(1,\), \(\)\] and \[\(2,\), \(\)\]",
+            r"Sample \d+ .* it cannot be stacked with others in a shard: shapes \[\(1,\), \(\)\] and \[\(2,\), \(\)\]",
         ),
     ],
 )
@@ -175,7 +175,7 @@ def test_a_data_set_with_a_generator_of_its_own_is_refused(vectors):
         lockstep.train(model=nn.Linear(6, 3), data=Draws(vectors), devices=1, workers=0, **SETTINGS)
 
 
-def test_a_worker_that_is_killed_ends_the_run_with_a_sentence(vectors):
+def test_a_worker_that_exits_ends_the_run_with_an_error(vectors):
     class Dies(Own):
         def __getitem__(self, i):
             if i == 17 and multiprocessing.parent_process() is not None:
@@ -190,7 +190,7 @@ def test_a_worker_that_is_killed_ends_the_run_with_a_sentence(vectors):
     assert nothing_is_left()
 
 
-def test_bytes_of_a_data_set_are_as_they_are(vectors):
+def test_bytes_of_a_data_set_are_not_divided_by_255(vectors):
     X, y = (255 * vectors[0]).to(torch.uint8), vectors[1]
 
     class AsFloat(nn.Linear):
@@ -231,7 +231,7 @@ class Empty(NoLength):
         ((TensorDataset(torch.rand(40, 6), torch.zeros(40)), Stream()), "The test data is iterable-style"),
     ],
 )
-def test_what_is_no_map_style_data_set_is_refused(data, sentence):
+def test_data_that_is_not_map_style_is_refused(data, sentence):
     with pytest.raises(DataError) as refused:
         lockstep.train(model=nn.Linear(6, 3), data=data, devices=1, **SETTINGS)
     assert str(refused.value).startswith(sentence)

@@ -1,4 +1,4 @@
-""".npz files: what is read, and what is refused; a file is anybody's."""
+""".npz files: what is read, and what is refused; a file may come from anyone."""
 
 import gc
 import io
@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.data.npz import read_npz
 from lockstep.core.errors import DataError
+from lockstep.data.npz import read_npz
 
 GOOD = {
     "X_train": np.arange(3 * 2 * 2, dtype=np.uint8).reshape(3, 1, 2, 2),
@@ -23,7 +23,7 @@ GOOD = {
 
 
 def npz(save=np.savez, **changes):
-    """The bytes of a good file, apart from `changes`; an array that is None is left away."""
+    """The bytes of a good file, apart from `changes`; an array that is None is left out."""
     arrays = {name: array for name, array in {**GOOD, **changes}.items() if array is not None}
     file = io.BytesIO()
     save(file, **arrays)
@@ -104,7 +104,7 @@ def test_all_missing_arrays_are_named(path):
 
 
 class Bomb:
-    """Leaves a mark when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, mark):
         self.mark = mark
@@ -113,7 +113,7 @@ class Bomb:
         return Path.touch, (self.mark,)
 
 
-def test_a_bomb_goes_off_when_it_is_unpickled(tmp_path):
+def test_the_bomb_works(tmp_path):
     pickle.loads(pickle.dumps(Bomb(tmp_path / "mark")))
     assert (tmp_path / "mark").exists()
 
@@ -141,7 +141,7 @@ def test_another_kind_of_file_is_refused(path, content):
     assert "cannot be read as a .npz file" in refusal(path, content)
 
 
-def test_nobody_is_told_to_load_a_file_unsafely(path):
+def test_the_error_does_not_advise_allow_pickle(path):
     assert "allow_pickle" not in refusal(path, b"some,text\n" * 20)
 
 
@@ -160,17 +160,17 @@ def test_a_folder_is_refused(tmp_path):
 def test_samples_of_another_type_are_refused(path, dtype):
     X = GOOD["X_test"].astype(dtype)
     types = "Use uint8, float32, or int64 for tokens."
-    assert refusal(path, npz(X_test=X)) == f"mine.npz: X_test has numbers of type {X.dtype}. {types}"
+    assert refusal(path, npz(X_test=X)) == f"mine.npz: the test samples are {X.dtype}. {types}"
 
 
-def test_tokens_are_whole_numbers_and_their_labels_the_next_ones(path):
+def test_tokens_are_integers_and_their_labels_the_next_ones(path):
     tokens = np.arange(12, dtype=np.int32).reshape(4, 3)
     path.write_bytes(npz(X_train=tokens, y_train=tokens + 1, X_test=tokens, y_test=tokens + 1))
     data = read_npz(path, "mine.npz")
     assert (data.X_train.dtype, data.X_train.shape, data.y_train.shape) == (np.int64, (4, 3), (4, 3))
     assert (data.num_tokens, data.num_classes) == (12, 13)
     wrong = npz(X_train=tokens - 1, y_train=tokens, X_test=tokens, y_test=tokens)
-    assert refusal(path, wrong) == "mine.npz: the tokens in X_train go from -1 to 10. Use 0 to 2147483647."
+    assert refusal(path, wrong) == "mine.npz: the training tokens go from -1 to 10. Use 0 to 2147483647."
 
 
 @pytest.mark.parametrize(
@@ -185,26 +185,26 @@ def test_tokens_are_whole_numbers_and_their_labels_the_next_ones(path):
 )
 def test_labels_of_another_type_are_refused(path, dtype):
     y = GOOD["y_train"].astype(dtype)
-    assert refusal(path, npz(y_train=y)) == (
-        f"mine.npz: y_train has numbers of type {y.dtype}. Labels are whole numbers from 0 on."
-    )
+    assert refusal(path, npz(y_train=y)) == f"mine.npz: the training labels are {y.dtype}. Use integers from 0 on."
 
 
 def test_more_labels_than_samples_are_refused(path):
-    sentence = refusal(path, npz(y_train=np.zeros(4, int)))
-    assert sentence == "mine.npz: 3 samples in X_train and 4 labels in y_train."
+    assert refusal(path, npz(y_train=np.zeros(4, int))) == (
+        "mine.npz: samples and targets of the training data have lengths [3, 4]. Give samples, each with a target."
+    )
 
 
 def test_no_samples_are_refused(path):
-    sentence = refusal(path, npz(X_test=np.zeros((0, 1, 2, 2), np.uint8), y_test=np.zeros(0, int)))
-    assert sentence == "mine.npz: 0 samples in X_test and 0 labels in y_test."
+    assert refusal(path, npz(X_test=np.zeros((0, 1, 2, 2), np.uint8), y_test=np.zeros(0, int))) == (
+        "mine.npz: samples and targets of the test data have lengths [0]. Give samples, each with a target."
+    )
 
 
 @pytest.mark.parametrize("bad", [{"X_train": np.zeros(3)}, {"y_train": np.eye(3, dtype=int)}, {"y_train": np.array(1)}])
 def test_a_wrong_number_of_dimensions_is_refused_with_both_shapes(path, bad):
     sentence = refusal(path, npz(**bad))
     X, y = {**GOOD, **bad}["X_train"], {**GOOD, **bad}["y_train"]
-    assert f"mine.npz: X_train has shape {X.shape} and y_train {y.shape}." in sentence
+    assert f"mine.npz: the training samples have shape {X.shape}, the labels {y.shape}." in sentence
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -213,28 +213,32 @@ def test_numbers_that_are_not_finite_are_refused(path, name, bad):
     X = GOOD[name].astype(np.float64)
     X[-1, -1, -1, -1] = bad
     others = {other: GOOD[other].astype(np.float64) for other in ("X_train", "X_test")}
-    assert f"mine.npz: {name} holds NaN" in refusal(path, npz(**{**others, name: X}))
+    kind = {"X_train": "training", "X_test": "test"}[name]
+    assert f"mine.npz: the {kind} samples hold NaN" in refusal(path, npz(**{**others, name: X}))
 
 
 def test_numbers_too_large_for_float32_are_refused(path):
-    assert "X_train" in refusal(path, npz(X_train=np.full((3, 1, 2, 2), 1e300)))
+    assert "the training samples hold NaN, or numbers that are infinite in float32" in refusal(
+        path, npz(X_train=np.full((3, 1, 2, 2), 1e300))
+    )
 
 
 @pytest.mark.parametrize(("y", "span"), [([-1, 0, 5], "-1 to 5"), ([0, 70_000, 1], "0 to 70000")])
 def test_labels_out_of_range_are_refused(path, y, span):
-    assert refusal(path, npz(y_train=np.array(y))) == (
-        f"mine.npz: the labels in y_train go from {span}. Use 0 to 65535."
-    )
+    assert refusal(path, npz(y_train=np.array(y))) == f"mine.npz: the training labels go from {span}. Use 0 to 65535."
 
 
 def test_training_and_test_samples_of_different_shape_are_refused(path):
     sentence = refusal(path, npz(X_test=np.zeros((2, 1, 2, 3), np.uint8)))
-    assert "a training sample has shape (1, 2, 2) and a test sample (1, 2, 3)" in sentence
+    assert (
+        "a training sample is uint8 of shape (1, 2, 2), a test sample uint8 of shape (1, 2, 3). Make them the same"
+        in sentence
+    )
 
 
 def test_bytes_and_floats_in_one_data_set_are_refused(path):
     for floats in ({"X_test": np.zeros((2, 1, 2, 2), np.float32)}, {"X_train": np.zeros((3, 1, 2, 2), np.float32)}):
-        assert "bytes are divided by 255, floats not. Make them the same." in refusal(path, npz(**floats))
+        assert "Make them the same: bytes are divided by 255, other numbers are not." in refusal(path, npz(**floats))
 
 
 def test_an_encrypted_file_is_refused(path):
@@ -282,8 +286,8 @@ def data_or_sentence(path, content):
 @settings(deadline=None, max_examples=300)
 def test_damage_gives_a_data_set_or_a_sentence_and_no_other_exception_or_warning(path, changes, num_cut):
     damaged = bytearray(SMALL)
-    for place, flip in changes:
-        damaged[place] ^= flip
+    for position, flip in changes:
+        damaged[position] ^= flip
     damaged = bytes(damaged[: len(SMALL) - num_cut])
     found = data_or_sentence(path, damaged)
     if isinstance(found, str):
@@ -297,4 +301,4 @@ def test_damage_gives_a_data_set_or_a_sentence_and_no_other_exception_or_warning
 def test_every_truncation_is_refused_and_no_file_is_left_open(path):
     for num_bytes in range(len(SMALL)):
         assert "cannot be read as a .npz file of plain arrays" in refusal(path, SMALL[:num_bytes])
-    gc.collect()  # a file left open comes to light here, not in another test
+    gc.collect()  # a file left open is reported here, not in another test

@@ -1,4 +1,4 @@
-"""Where Fashion-MNIST comes from: the order of sources, downloads that break off, Debian's package."""
+"""Where Fashion-MNIST comes from: the order of sources, interrupted downloads, Debian's package."""
 
 import contextlib
 import errno
@@ -16,10 +16,10 @@ from socketserver import TCPServer
 import numpy as np
 import pytest
 
+from lockstep.core.errors import DataError
 from lockstep.data import sources
 from lockstep.data.fashion_mnist import FILES, read_folder, read_mini
 from lockstep.data.sources import cache_folder, find_or_fetch, from_debian, from_mirror, locate
-from lockstep.core.errors import DataError
 
 NAMES = [f"{file.name}.gz" for file in FILES]
 FIRST = NAMES[0]
@@ -55,7 +55,7 @@ def cache(tmp_path, monkeypatch):
 
 
 class Mirror:
-    """An HTTP server with some files. `answer` may be replaced by another way to answer."""
+    """An HTTP server with some files. `answer` may be replaced by another response."""
 
     def __init__(self, contents):
         self.contents = contents
@@ -83,7 +83,7 @@ def send(handler, content, status=None, num_bytes=None):
 
 
 def send_whole_always(handler, content):
-    """What a server does that knows no Range."""
+    """The response of a server without support for Range."""
     handler.send_response(200)
     handler.send_header("Content-Length", str(len(content)))
     handler.end_headers()
@@ -213,7 +213,7 @@ def test_a_named_folder_that_may_not_be_read_is_refused(tmp_path, monkeypatch):
 
 @pytest.fixture
 def no_home(monkeypatch):
-    """A user without a home folder, as in a container that runs under any number."""
+    """A user without a home folder, as in a container with an unknown user id."""
 
     def unknown(number):
         raise KeyError(number)
@@ -232,7 +232,7 @@ def test_without_a_home_folder_the_error_says_what_to_set(no_home, ask):
     )
 
 
-def test_without_a_home_folder_both_ways_out_work(no_home, monkeypatch, tmp_path, tiny_fashion):
+def test_without_a_home_folder_both_remedies_work(no_home, monkeypatch, tmp_path, tiny_fashion):
     mine = fill(tmp_path / "mine", tiny_fashion)
     assert find_or_fetch(mine) == mine
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -297,12 +297,12 @@ def test_the_mirrors_that_are_asked_by_default_are_secure():
 # --- downloads
 
 
-def test_a_download_is_whole_and_says_how_far_it_is(mirror, cache, tiny_fashion):
-    told = []
-    from_mirror(mirror.url, cache, lambda *progress: told.append(progress))
+def test_a_download_is_complete_and_reports_its_progress(mirror, cache, tiny_fashion):
+    reported = []
+    from_mirror(mirror.url, cache, lambda *progress: reported.append(progress))
     assert_whole(cache, tiny_fashion)
     assert mirror.seen == [(name, None) for name in NAMES]
-    assert told == [(name, len(tiny_fashion[name]), len(tiny_fashion[name])) for name in NAMES]
+    assert reported == [(name, len(tiny_fashion[name]), len(tiny_fashion[name])) for name in NAMES]
     assert read_folder(cache).X_train.shape == (12, 1, 8, 9)
 
 
@@ -313,16 +313,16 @@ def test_files_that_are_there_are_not_fetched_again(mirror, cache, tiny_fashion)
     assert_whole(cache, tiny_fashion)
 
 
-def test_a_download_goes_on_where_it_stopped(mirror, cache, tiny_fashion):
+def test_an_interrupted_download_is_resumed(mirror, cache, tiny_fashion):
     fill(cache, {f"{FIRST}.part": tiny_fashion[FIRST][:100]})
-    told = []
-    from_mirror(mirror.url, cache, lambda *progress: told.append(progress))
+    reported = []
+    from_mirror(mirror.url, cache, lambda *progress: reported.append(progress))
     assert mirror.seen[:2] == [(FIRST, "bytes=100-"), (NAMES[1], None)]
-    assert told[0] == (FIRST, len(tiny_fashion[FIRST]), len(tiny_fashion[FIRST]))
+    assert reported[0] == (FIRST, len(tiny_fashion[FIRST]), len(tiny_fashion[FIRST]))
     assert_whole(cache, tiny_fashion)
 
 
-def test_a_server_that_knows_no_ranges_sends_all_again(mirror, cache, tiny_fashion):
+def test_a_server_without_ranges_sends_the_whole_file_again(mirror, cache, tiny_fashion):
     fill(cache, {f"{FIRST}.part": tiny_fashion[FIRST][:100]})
     mirror.answer = send_whole_always
     fetch(mirror)
@@ -331,28 +331,28 @@ def test_a_server_that_knows_no_ranges_sends_all_again(mirror, cache, tiny_fashi
     assert_whole(cache, tiny_fashion)
 
 
-def test_a_part_that_is_whole_already_is_taken(mirror, cache, tiny_fashion):
+def test_a_part_that_is_complete_is_accepted(mirror, cache, tiny_fashion):
     fill(cache, {f"{FIRST}.part": tiny_fashion[FIRST]})
     fetch(mirror)
     assert mirror.seen[0] == (FIRST, f"bytes={len(tiny_fashion[FIRST])}-")
     assert_whole(cache, tiny_fashion)
 
 
-def test_a_part_that_is_no_part_of_the_file_is_fetched_anew_the_next_time_at_the_latest(mirror, cache, tiny_fashion):
-    fill(cache, {f"{FIRST}.part": tiny_fashion[FIRST] + b"rubbish"})
+def test_a_part_of_another_file_is_fetched_again_the_next_time_at_the_latest(mirror, cache, tiny_fashion):
+    fill(cache, {f"{FIRST}.part": tiny_fashion[FIRST] + b"garbage"})
     with contextlib.suppress(DataError):
         fetch(mirror)
     fetch(mirror)
     assert_whole(cache, tiny_fashion)
 
 
-def test_a_file_that_the_server_does_not_have_leaves_nothing_of_itself(serve, cache, tiny_fashion):
+def test_a_file_that_the_server_does_not_have_leaves_no_part(serve, cache, tiny_fashion):
     two_of_four = serve({name: tiny_fashion[name] for name in NAMES[:2]})
     assert f"{two_of_four.url}: Not Found" in refusal(two_of_four)
     assert names_in(cache) == sorted(NAMES[:2])
 
 
-def test_a_connection_cut_in_the_middle_keeps_the_part_and_the_next_try_goes_on(mirror, cache, tiny_fashion):
+def test_an_interrupted_connection_keeps_the_part_and_the_next_try_resumes(mirror, cache, tiny_fashion):
     mirror.answer = lambda handler, content: send(handler, content, num_bytes=70)
     size = len(tiny_fashion[FIRST])
     assert f"the connection ended after 70 of {size} bytes" in refusal(mirror)
@@ -364,7 +364,7 @@ def test_a_connection_cut_in_the_middle_keeps_the_part_and_the_next_try_goes_on(
     assert_whole(cache, tiny_fashion)
 
 
-def test_the_next_mirror_goes_on_where_the_first_was_cut(serve, cache, tiny_fashion):
+def test_the_next_mirror_resumes_where_the_first_was_interrupted(serve, cache, tiny_fashion):
     cut, good = serve(tiny_fashion), serve(tiny_fashion)
     cut.answer = lambda handler, content: send(handler, content, num_bytes=70)
     fetch(cut, good)
@@ -380,20 +380,20 @@ def with_its_name(name, packed):
     return file.getvalue()
 
 
-def test_a_mirror_that_packs_otherwise_is_not_mixed_with_the_first(serve, cache, tiny_fashion):
+def test_a_mirror_with_other_gz_files_is_not_mixed_with_the_first(serve, cache, tiny_fashion):
     cut, other = serve(tiny_fashion), serve({name: with_its_name(name, c) for name, c in tiny_fashion.items()})
     cut.answer = lambda handler, content: send(handler, content, num_bytes=70)
     assert fetch(cut, other) == cache
     assert read_folder(cache).X_train.shape == (12, 1, 8, 9)
 
 
-def test_wrong_content_is_refused_and_nothing_of_it_stays(serve, cache, tiny_fashion, idx_bytes):
+def test_wrong_content_is_refused_and_removed(serve, cache, tiny_fashion, idx_bytes):
     wrong = serve({**tiny_fashion, FIRST: gzip.compress(idx_bytes(np.zeros((12, 8, 9))))})
     assert "is not Fashion-MNIST's train-images-idx3-ubyte" in refusal(wrong)
     assert names_in(cache) == []
 
 
-def test_a_page_in_place_of_the_file_is_refused_and_nothing_of_it_stays(serve, cache, tiny_fashion):
+def test_a_page_in_place_of_the_file_is_refused_and_removed(serve, cache, tiny_fashion):
     portal = serve(dict.fromkeys(NAMES, b"<html>Please log in</html>"))
     assert "It is another kind of file." in refusal(portal)
     assert names_in(cache) == []
@@ -405,7 +405,7 @@ def test_a_later_wrong_file_leaves_the_good_ones(serve, cache, tiny_fashion):
     assert names_in(cache) == sorted(NAMES[:3])
 
 
-def test_a_server_that_is_not_there_is_one_more_line(serve, cache, tiny_fashion):
+def test_a_server_that_is_not_there_is_reported(serve, cache, tiny_fashion):
     with TCPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as closed:
         url = f"http://127.0.0.1:{closed.server_address[1]}"
     with pytest.raises(DataError, match="refused"):
@@ -413,18 +413,18 @@ def test_a_server_that_is_not_there_is_one_more_line(serve, cache, tiny_fashion)
 
 
 @pytest.mark.parametrize("status", [403, 500, 503])
-def test_a_server_that_fails_is_one_more_line(mirror, status):
+def test_a_server_that_fails_is_reported(mirror, status):
     mirror.answer = lambda handler, content: handler.send_error(status, "Out of order")
     assert f"{mirror.url}: Out of order" in refusal(mirror)
 
 
-def test_a_server_that_has_nothing_to_send_from_the_start_is_one_more_line(mirror):
+def test_a_server_that_answers_416_from_the_start_is_reported(mirror):
     mirror.answer = lambda handler, content: handler.send_error(416)
     assert f"{mirror.url}: " in refusal(mirror)
 
 
-def rubbish(handler, content):
-    handler.wfile.write(b"rubbish\r\n\r\n")
+def garbage(handler, content):
+    handler.wfile.write(b"garbage\r\n\r\n")
 
 
 def length_in_words(handler, content):
@@ -435,19 +435,19 @@ def cut_chunk(handler, content):
     handler.wfile.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nff\r\n" + content[:20])
 
 
-@pytest.mark.parametrize("answer", [rubbish, length_in_words, cut_chunk])
-def test_a_server_that_does_not_speak_http_is_one_more_line(mirror, answer):
+@pytest.mark.parametrize("answer", [garbage, length_in_words, cut_chunk])
+def test_a_server_that_does_not_speak_http_is_reported(mirror, answer):
     mirror.answer = answer
     assert f"{mirror.url}: " in refusal(mirror)
 
 
-def test_a_cache_that_cannot_be_made_is_one_more_line(mirror, cache, tmp_path):
+def test_a_cache_that_cannot_be_created_is_reported(mirror, cache, tmp_path):
     (tmp_path / "cache").write_text("a file where the folder should be")
-    assert f"the cache {cache} cannot be made (" in refusal(mirror)
+    assert f"the cache {cache} cannot be created (" in refusal(mirror)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="There is no /dev/full on this machine.")
-def test_a_full_disk_is_one_more_line(mirror, cache):
+def test_a_full_disk_is_reported(mirror, cache):
     fill(cache, {})
     (cache / f"{FIRST}.part").symlink_to("/dev/full")
     assert "No space left on device" in refusal(mirror)
@@ -457,7 +457,7 @@ def test_a_full_disk_is_one_more_line(mirror, cache):
 
 
 class FakeDebian:
-    """`apt-get` and `dpkg-deb` as shell scripts; what apt-get was called with is written down."""
+    """`apt-get` and `dpkg-deb` as shell scripts; the arguments of apt-get are logged."""
 
     def __init__(self, folder, contents):
         self.bin, self.log = folder / "bin", folder / "commands"
@@ -487,15 +487,15 @@ def debian_refusal(cache):
     return str(refused.value)
 
 
-def test_the_package_is_unpacked_into_the_cache_and_nothing_else_stays(fake_debian, cache, tiny_fashion, tmp_path):
-    told = []
-    from_debian(cache, lambda *progress: told.append(progress))
+def test_the_package_is_unpacked_into_the_cache_and_then_removed(fake_debian, cache, tiny_fashion, tmp_path):
+    reported = []
+    from_debian(cache, lambda *progress: reported.append(progress))
     assert_whole(cache, tiny_fashion)
-    assert told == [("Debian's dataset-fashion-mnist", 0, 0)]
+    assert reported == [("Debian's dataset-fashion-mnist", 0, 0)]
     assert names_in(tmp_path / "temporary") == []
 
 
-def test_a_package_with_unpacked_files_is_good_as_well(fake_debian, cache, tiny_fashion):
+def test_a_package_with_unpacked_files_is_accepted_too(fake_debian, cache, tiny_fashion):
     for name, content in tiny_fashion.items():
         (fake_debian.package / name).unlink()
         (fake_debian.package / name).with_suffix("").write_bytes(gzip.decompress(content))
@@ -523,7 +523,7 @@ def test_without_package_lists_it_makes_lists_of_its_own(fake_debian, cache, tin
     assert names_in(tmp_path / "temporary") == []
 
 
-def test_what_apt_says_is_told_and_nothing_stays(fake_debian, cache, tmp_path):
+def test_the_error_of_apt_is_reported_and_temporary_files_are_removed(fake_debian, cache, tmp_path):
     fake_debian.apt('echo "W: a warning" >&2; echo "E: Temporary failure resolving" >&2; exit 100')
     assert debian_refusal(cache) == "apt-get failed: E: Temporary failure resolving"
     assert len(fake_debian.commands()) == 2
@@ -531,12 +531,12 @@ def test_what_apt_says_is_told_and_nothing_stays(fake_debian, cache, tmp_path):
     assert names_in(tmp_path / "temporary") == []
 
 
-def test_apt_without_a_word_is_told_by_its_status(fake_debian, cache):
+def test_apt_without_a_message_is_reported_with_its_exit_status(fake_debian, cache):
     fake_debian.apt("exit 3")
     assert debian_refusal(cache) == "apt-get failed: exit status 3"
 
 
-def test_apt_in_another_encoding_is_told(fake_debian, cache):
+def test_an_error_of_apt_in_another_encoding_is_reported(fake_debian, cache):
     fake_debian.apt(r'printf "E: Unm\366glich\n" >&2; exit 100')
     assert debian_refusal(cache).startswith("apt-get failed: E: Unm")
 
@@ -547,7 +547,7 @@ def test_apt_that_takes_too_long_is_stopped(fake_debian, cache, monkeypatch):
     assert "timed out after 0.1 seconds" in debian_refusal(cache)
 
 
-def test_apt_that_downloads_nothing_is_told(fake_debian, cache):
+def test_apt_that_downloads_nothing_is_reported(fake_debian, cache):
     fake_debian.apt("true")
     assert debian_refusal(cache) == "apt-get downloaded no package"
 
@@ -562,21 +562,21 @@ def test_a_package_that_cannot_be_unpacked_is_refused(fake_debian, cache):
     assert debian_refusal(cache) == "dpkg-deb failed: dpkg-deb: error: not a Debian format archive"
 
 
-def test_a_package_with_other_content_is_refused_and_nothing_of_it_stays(fake_debian, cache, tiny_fashion):
+def test_a_package_with_other_content_is_refused_and_removed(fake_debian, cache, tiny_fashion):
     (fake_debian.package / FIRST).write_bytes(tiny_fashion[NAMES[2]])
     assert "is not Fashion-MNIST's train-images-idx3-ubyte" in debian_refusal(cache)
     assert names_in(cache) == []
 
 
 @pytest.mark.parametrize("missing", ["apt-get", "dpkg-deb"])
-def test_another_system_is_told_apart(fake_debian, cache, missing):
+def test_a_system_without_apt_is_reported(fake_debian, cache, missing):
     (fake_debian.bin / missing).unlink()
     assert debian_refusal(cache) == f"no {missing} on this machine"
     assert fake_debian.commands() == []
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="There is no /dev/full on this machine.")
-def test_a_disk_too_full_for_the_package_is_one_more_line(fake_debian, cache):
+def test_a_disk_too_full_for_the_package_is_reported(fake_debian, cache):
     fill(cache, {})
     (cache / f"{FIRST}.part").symlink_to("/dev/full")
     assert "No space left on device" in refusal()

@@ -20,7 +20,7 @@ def test_cross_entropy_of_sequences_is_a_mean_over_positions():
 
 @pytest.mark.parametrize(("name", "function"), [("mse", F.mse_loss), ("l1", F.l1_loss)])
 @pytest.mark.parametrize("shape", [(6,), (6, 1), (6, 3, 2)])
-def test_differences_are_means_over_a_samples_numbers(name, function, shape):
+def test_mse_and_l1_are_means_over_the_entries_of_a_sample(name, function, shape):
     predicted, y = torch.randn(shape), torch.randn(shape)
     values = LOSSES[name](predicted, y)
     assert values.shape == (6,)
@@ -47,14 +47,14 @@ def test_soft_labels():
     torch.testing.assert_close(METRICS["accuracy"](scores, y), (scores.argmax(1) == y.argmax(1)).double())
 
 
-def test_sums_are_not_made_in_low_precision():
+def test_sums_are_not_computed_in_low_precision():
     values = torch.full((1000,), 1.01, dtype=torch.bfloat16)
     total = summed(lambda output, y: values, "loss", None, None, 1000)
     assert total.dtype == torch.float32
     assert float(total) == pytest.approx(1000 * float(values[0]), rel=1e-6)
 
 
-def test_shapes_that_would_be_compared_each_with_each_are_refused():
+def test_shapes_that_would_be_broadcast_are_refused():
     for predicted, y in ((torch.zeros(4, 3), torch.zeros(4)), (torch.zeros(4), torch.zeros(4, 4))):
         with pytest.raises(RunError, match="They must be the same"):
             LOSSES["mse"](predicted, y)
@@ -67,12 +67,12 @@ def test_classes_come_second():
         LOSSES["cross_entropy"](torch.zeros(4, 5, 7), torch.zeros(4, 5, dtype=torch.int64))
 
 
-def test_bce_takes_whole_numbers():
+def test_bce_takes_integer_targets():
     scores, y = torch.randn(6, 4), torch.randint(2, (6, 4))
     torch.testing.assert_close(LOSSES["bce"](scores, y).mean(), F.binary_cross_entropy_with_logits(scores, y.float()))
 
 
-def test_the_scores_of_a_tuple_are_its_first_entry():
+def test_the_scores_in_a_tuple_are_its_first_entry():
     scores = torch.zeros(2)
     assert first((scores, 1)) is scores
     assert first([(scores,), 2]) is scores

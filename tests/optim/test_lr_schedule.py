@@ -11,13 +11,13 @@ def factors(**settings):
     return [LRSchedule(**settings).factor(step) for step in range(1, settings["num_steps"] + 1)]
 
 
-def test_a_warm_up_grows_in_a_straight_line_and_then_the_schedule_begins_at_its_full_value():
+def test_a_warm_up_is_linear_and_the_schedule_starts_at_the_full_value():
     assert factors(warmup=4, num_steps=6) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
     for schedule in SCHEDULES:
         assert factors(schedule=schedule, warmup=4, num_steps=10)[3:5] == [1.0, 1.0]
 
 
-def test_a_cosine_and_a_line_fall_towards_zero():
+def test_cosine_and_linear_fall_towards_zero():
     cosine = factors(schedule="cosine", num_steps=100)
     assert cosine[0] == 1.0
     assert cosine[50] == pytest.approx(0.5)
@@ -26,5 +26,5 @@ def test_a_cosine_and_a_line_fall_towards_zero():
     assert factors(schedule="linear", num_steps=4) == [1.0, 0.75, 0.5, 0.25]
 
 
-def test_a_warm_up_longer_than_the_run_does_no_harm():
+def test_a_warm_up_may_be_longer_than_the_run():
     assert factors(schedule="cosine", warmup=10, num_steps=3) == [0.1, 0.2, 0.3]

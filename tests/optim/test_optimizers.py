@@ -1,4 +1,4 @@
-"""Rules on a flat vector against PyTorch's optimizers, and clipping."""
+"""Optimizers of a flat vector against PyTorch's, and clipping."""
 
 import numpy as np
 import pytest
@@ -16,30 +16,30 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_rules_are_those_of_pytorch(case):
-    rule, make = CASES[case]
+def test_updates_are_those_of_pytorch(case):
+    ours, make = CASES[case]
     random = np.random.RandomState(0)
     start = random.standard_normal(50).astype(np.float32)
     param = torch.nn.Parameter(torch.from_numpy(start.copy()))
-    optimizer, flat, state = make([param]), start, rule.start(start)
+    optimizer, flat, state = make([param]), start, ours.start(start)
     for step in range(1, 21):
         gradient = random.standard_normal(50).astype(np.float32)
-        flat, state = rule(flat, gradient, state, step, factor=0.5)
+        flat, state = ours(flat, gradient, state, step, factor=0.5)
         for group in optimizer.param_groups:
-            group["lr"] = 0.5 * (rule.learning_rate)
+            group["lr"] = 0.5 * ours.learning_rate
         param.grad = torch.from_numpy(gradient)
         optimizer.step()
     np.testing.assert_allclose(flat, param.detach().numpy(), rtol=0, atol=1e-6)
     assert flat.dtype == np.float32
 
 
-def test_every_name_has_a_rule():
+def test_every_name_has_an_optimizer():
     assert OPTIMIZERS["sgd"](0.1, 0.9, 0.01) == Sgd(0.1, 0.9, 0.01)
     assert OPTIMIZERS["adam"](0.1, 0.0, 0.01) == Adam(0.1, 0.01)
     assert OPTIMIZERS["adamw"](0.1, 0.0, 0.01) == Adam(0.1, 0.01, decoupled=True)
 
 
-def test_clipping_shortens_what_is_too_long_only():
+def test_clipping_scales_only_gradients_whose_norm_is_too_large():
     gradient = np.array([3.0, 4.0], np.float32)
     assert clipped(gradient, None) is gradient
     np.testing.assert_allclose(clipped(gradient, 1.0), [0.6, 0.8], rtol=1e-6)

@@ -36,7 +36,7 @@ CASES = {
 
 
 def plain_loop(model, X, y, settings, scheduler):
-    """One shard a batch, so that there is nothing to add up."""
+    """One shard a batch, so no gradients are added."""
     params = list(model.parameters())
     if callable(settings["optimizer"]):
         optimizer = settings["optimizer"](params)
@@ -45,7 +45,7 @@ def plain_loop(model, X, y, settings, scheduler):
     else:
         optimizer = torch.optim.SGD(params, settings["lr"], momentum=settings.get("momentum", 0.0))
     full = [group["lr"] for group in optimizer.param_groups]
-    rates = LRSchedule(settings.get("schedule", "constant"), settings.get("warmup", 0), NUM_STEPS)
+    schedule = LRSchedule(settings.get("schedule", "constant"), settings.get("warmup", 0), NUM_STEPS)
     scheduler = scheduler and scheduler(optimizer)
     step = 0
     for epoch in range(EPOCHS):
@@ -55,7 +55,7 @@ def plain_loop(model, X, y, settings, scheduler):
             nn.functional.cross_entropy(model(X[chosen]), y[chosen]).backward()
             if scheduler is None:
                 for group, rate in zip(optimizer.param_groups, full, strict=True):
-                    group["lr"] = rate * rates.factor(step)
+                    group["lr"] = rate * schedule.factor(step)
             optimizer.step()
             if scheduler is not None:
                 scheduler.step()

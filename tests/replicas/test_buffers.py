@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import lockstep
-from lockstep.data.order import sample_order
 from lockstep.core.errors import RunError
+from lockstep.data.order import sample_order
 from lockstep.partition.batch import split_into_shards
 
 SETTINGS = {"batch_size": 24, "epochs": 2, "lr": 0.01, "shards": 8, "quiet": True}
@@ -45,7 +45,7 @@ def check(module, data):
     for name, buffer in results[0].module.named_buffers():
         torch.testing.assert_close(buffer, expected[name], rtol=1e-5, atol=1e-5, msg=name)
         before = dict(module.named_buffers())[name]
-        assert not torch.equal(buffer, before), f"{name} must have changed for this to mean anything"
+        assert not torch.equal(buffer, before), f"{name} did not change, so this test proves nothing"
     return results[0].module
 
 
@@ -54,12 +54,12 @@ def net(*layers):
 
 
 @pytest.mark.parametrize("momentum", [0.1, 0.9, 1.0, None])
-def test_running_statistics_are_those_of_shards_that_come_one_after_the_other(images, momentum):
+def test_running_statistics_are_those_of_shards_one_after_the_other(images, momentum):
     check(net(nn.BatchNorm2d(4, momentum=momentum)), images)
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_instance_norm_keeps_statistics_too(images, momentum):
+def test_instance_norm_has_running_statistics_too(images, momentum):
     module = net(nn.ReLU(), nn.InstanceNorm2d(4, track_running_stats=True, momentum=momentum))
     with torch.no_grad():
         module[0].bias[0] = -100  # a channel of zeros
@@ -114,7 +114,7 @@ class Counts(nn.Module):
         return self.body(x)
 
 
-def test_whole_numbers_are_counters(images):
+def test_integers_are_counters(images):
     trained = check(Counts(), images)
     assert int(trained.calls) == 2 * 4 * 8
     assert trained.samples.tolist() == [192, 192]
@@ -135,7 +135,7 @@ class Averages(nn.Module):
         return self.body(x)
 
 
-def test_other_numbers_become_the_mean_over_samples_and_stay_where_all_agree(images):
+def test_floats_become_the_mean_over_samples_and_keep_their_bits_where_all_agree(images):
     X, y = images
     settings = {**SETTINGS, "batch_size": 21, "epochs": 1}  # shards of 3 and 2 samples
     results = [lockstep.train(model=Averages(), data=(X[:21], y[:21]), devices=k, **settings) for k in (1, 2, 5)]
@@ -146,7 +146,7 @@ def test_other_numbers_become_the_mean_over_samples_and_stay_where_all_agree(ima
 
 
 class Conditional(nn.Module):
-    """Buffers that only some shards change, that are written to behind PyTorch's back, and that are infinite."""
+    """Buffers that only some shards change, that are written to through `.data`, and that are infinite."""
 
     def __init__(self):
         super().__init__()
@@ -164,7 +164,7 @@ class Conditional(nn.Module):
         return self.body(x + self.hidden.mean())
 
 
-def test_buffers_that_some_shards_change_or_that_are_changed_out_of_sight(images):
+def test_buffers_that_only_some_shards_change_or_that_are_written_to_through_data(images):
     module = Conditional()
     results = [lockstep.train(model=module, data=images, devices=k, **SETTINGS) for k in (1, 2, 5)]
     assert len({(result.weights_sha256, result.buffers_sha256) for result in results}) == 1
@@ -174,7 +174,7 @@ def test_buffers_that_some_shards_change_or_that_are_changed_out_of_sight(images
     assert torch.isneginf(trained.mask).all()
 
 
-def test_a_buffer_that_is_set_later_is_refused(images):
+def test_a_buffer_that_was_none_is_refused(images):
     class Later(nn.Module):
         def __init__(self):
             super().__init__()
@@ -191,7 +191,7 @@ def test_a_buffer_that_is_set_later_is_refused(images):
 
 @pytest.mark.parametrize("batch_norm", ["shard", "sync"])
 def test_ranks_without_shards_have_the_statistics_too(images, batch_norm):
-    """The last batch has two samples, for two of eight shards: with four devices, two have nothing to do."""
+    """The last batch has two samples, for two of eight shards: with four devices, two have no shard."""
     X, y = images
     module = net(nn.BatchNorm2d(4))
     settings = {**SETTINGS, "batch_norm": batch_norm}
@@ -212,7 +212,7 @@ def test_a_first_batch_that_leaves_ranks_idle(images):
     assert results[0].metrics == results[1].metrics
 
 
-def test_evaluation_leaves_buffers_alone_also_where_the_model_draws(images):
+def test_evaluation_does_not_change_buffers_even_where_the_model_draws(images):
     class Draws(nn.Module):
         def __init__(self):
             super().__init__()
@@ -247,11 +247,11 @@ def test_a_buffer_that_grows_is_refused(images):
             self.average = torch.cat([self.average, torch.zeros(1)])
             return self.body(x)
 
-    with pytest.raises(RunError, match="The buffer average of Grows changed its shape or kind in a step"):
+    with pytest.raises(RunError, match="The buffer average of Grows changed its shape or dtype in a step"):
         lockstep.train(model=Grows(), data=images, devices=2, **SETTINGS)
 
 
-def test_large_buffers_that_nobody_writes_to_do_not_travel(images):
+def test_large_buffers_that_are_not_written_to_are_no_part_of_the_result(images):
     class Masked(nn.Module):
         def __init__(self):
             super().__init__()

@@ -71,7 +71,7 @@ def test_logical_devices_of_one_gpu_give_the_same_bits(case, settings):
     assert results[0].peak_memory["cuda:0"] > 1e6
 
 
-def test_what_does_not_fit_says_what_would():
+def test_out_of_memory_names_a_number_of_shards_that_fits():
     X, y = images(2048)
 
     def train(shards):
@@ -85,9 +85,9 @@ def test_what_does_not_fit_says_what_would():
     try:
         with pytest.raises(OutOfMemory) as refused:
             train(2)
-        said = str(refused.value)
-        assert said.startswith("rank 0 (cuda:0), during forward and backward: a shard of 1024 samples does not fit")
-        fits = int(said.partition("--shards ")[2].split()[0])
+        message = str(refused.value)
+        assert message.startswith("rank 0 (cuda:0), during forward and backward: a shard of 1024 samples does not fit")
+        fits = int(message.partition("--shards ")[2].split()[0])
         assert fits > 2
         assert train(fits).steps == 1
     finally:

@@ -1,4 +1,4 @@
-"""Random numbers inside a model depend on their key, and leave the process's own stream alone."""
+"""Random numbers inside a model depend on their key, and do not change the process's own generators."""
 
 import random
 
@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import lockstep
 from lockstep.core.errors import RankError, RunError
-from lockstep.replicas.keyed_random import KeyedRandom, NoDraws
 from lockstep.core.random import shard_seed
+from lockstep.replicas.keyed_random import KeyedRandom, NoDraws
 from lockstep.replicas.module import NUM_WATCHED_STEPS
 
 CPU = torch.device("cpu")
@@ -57,7 +57,7 @@ def test_what_is_drawn_depends_on_the_seed_only(draw):
     keyed, before = KeyedRandom(CPU), torch.get_rng_state()
 
     def drawn(seed):
-        torch.manual_seed(123)  # for arguments that are drawn outside
+        torch.manual_seed(123)  # for arguments that are drawn before
         with keyed.start(seed):
             return DRAWS[draw]().detach()
 
@@ -66,9 +66,9 @@ def test_what_is_drawn_depends_on_the_seed_only(draw):
     assert not torch.equal(first, other)
     torch.manual_seed(123)
     state = torch.get_rng_state()
-    if draw != "fractional_max_pool2d":  # its argument is drawn inside
+    if draw != "fractional_max_pool2d":  # its argument is drawn in the test itself
         drawn(7)
-        assert torch.equal(torch.get_rng_state(), state), "the process's own numbers were drawn from"
+        assert torch.equal(torch.get_rng_state(), state), "the process's own generator was drawn from"
     torch.set_rng_state(before)
 
 
@@ -81,16 +81,19 @@ def test_a_generator_that_the_model_seeds_itself_is_as_good_as_a_key():
     assert torch.equal(torch.cat([mine, more]), expected)
 
 
-def test_a_generator_that_goes_on_from_shard_to_shard_is_refused():
+def test_a_generator_that_continues_from_shard_to_shard_is_refused():
     keyed, generator = KeyedRandom(CPU), torch.Generator().manual_seed(5)
     with keyed.start(1):
         torch.rand(3, generator=generator)
-    with keyed.start(2), pytest.raises(RuntimeError, match="draws from a generator of its own, which goes on"):
+    with (
+        keyed.start(2),
+        pytest.raises(RuntimeError, match="draws from a generator of its own, which continues from shard to shard"),
+    ):
         torch.rand(3, generator=generator)
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
-def test_fused_dropout_scales_what_it_keeps_and_has_its_gradient(p):
+def test_fused_dropout_scales_the_kept_entries_and_their_gradient(p):
     x = torch.ones(1000, requires_grad=True)
     with KeyedRandom(CPU).start(3):
         out, kept = torch.native_dropout(x, p, True)
@@ -105,19 +108,19 @@ def test_seeds_differ_for_every_part_of_the_key():
     assert len(seeds) == 4 * 20 * 8
 
 
-def test_fused_dropout_without_a_mode_is_that_of_training():
+def test_fused_dropout_with_train_none_drops():
     with KeyedRandom(CPU).start(3):
         out, _ = torch.native_dropout(torch.ones(100), 0.5, None)
     assert 0 < int((out == 0).sum()) < 100
 
 
 @pytest.mark.parametrize(("source", "draw"), [("Python's random", random.random), ("numpy.random", np.random.rand)])
-def test_random_numbers_that_nobody_can_key_are_refused(vectors, source, draw):
+def test_draws_from_python_or_numpy_in_the_forward_pass_are_refused(vectors, source, draw):
     class Draws(nn.Linear):
         def forward(self, x):
             return super().forward(x * (draw() if self.training else 1.0))
 
-    with pytest.raises(RunError, match=f"While the model was computed, somebody drew from {source}"):
+    with pytest.raises(RunError, match=f"Random numbers were drawn from {source} while the model was computed"):
         lockstep.train(model=Draws(6, 3), data=vectors, devices=2, batch_size=16, epochs=1, quiet=True)
 
 
@@ -139,7 +142,7 @@ def test_an_optimizer_that_draws_is_keyed_by_the_step(vectors):
     assert len(hashes) == 1
 
 
-def test_a_model_that_begins_to_draw_in_mid_run_is_keyed_from_then_on(vectors):
+def test_a_model_that_starts_to_draw_in_mid_run_is_keyed_from_then_on(vectors):
     class Later(nn.Linear):
         def __init__(self):
             super().__init__(6, 3)
@@ -171,7 +174,7 @@ def test_a_model_that_seeds_the_process_in_forward_keeps_the_bits(vectors):
     assert len({(result.weights_sha256, str(result.metrics)) for result in results}) == 1
 
 
-def test_nothing_may_be_drawn_on_the_way_back():
+def test_drawing_in_the_backward_pass_is_refused():
     with NoDraws(), pytest.raises(RuntimeError, match=r"bernoulli_.* draws random numbers in the backward pass"):
         F.dropout(X, 0.5)
     with NoDraws():
@@ -189,7 +192,7 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_parts_train_and_with_dropout_they_are_refused(vectors, reentrant):
+def test_activation_checkpointing_trains_and_is_refused_with_dropout(vectors, reentrant):
     settings = {"data": vectors, "batch_size": 16, "epochs": 1, "quiet": True}
     module = Checkpointed(0.0, reentrant)
     results = [lockstep.train(model=module, devices=k, **settings) for k in (1, 2)]

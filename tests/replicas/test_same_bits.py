@@ -9,14 +9,14 @@ from torch import nn
 from torch.nn import functional as F
 
 import lockstep
-from lockstep.data.order import sample_order
-from lockstep.schedules.reduction_tree import Node, sum_of
-from lockstep.models.lenet_bn import LeNetBN
 from lockstep.core.random import shard_seed
+from lockstep.data.order import sample_order
+from lockstep.models.lenet_bn import LeNetBN
 from lockstep.models.resnet18 import ResNet18
-from lockstep.replicas.memory_format import channels_last
 from lockstep.models.transformer import Transformer
 from lockstep.partition.batch import split_into_shards
+from lockstep.replicas.memory_format import channels_last
+from lockstep.schedules.reduction_tree import Node, sum_of
 
 NUM_SHARDS, NUM_STEPS = 8, 10
 
@@ -89,18 +89,18 @@ def test_every_number_of_devices_gives_the_same_weights_and_buffers(case, optimi
     assert (results[0].buffers_sha256 is not None) == (case in ("lenet-bn", "resnet18"))
     both = zip(results[0].module.parameters(), module.parameters(), strict=True)
     moved = [float((new - old).detach().abs().max()) for new, old in both]
-    assert min(moved) > 0, "every parameter must have moved"
+    assert min(moved) > 0, "every parameter must have changed"
 
 
 def plain_loop(module, data, batch_size, make_optimizer):
-    """What the user would write for one device, with the same shards: their gradients added, one division, one update.
+    """A loop for one device with the same shards: their gradients added, one division, one update.
 
     They are added in the tree's brackets. Added one after the other they differ in the last bit, and ten steps of a
     network with batch norm make that grow without bound, in any loop: to 1e-3 in five steps of ResNet-18.
     """
     module = copy.deepcopy(module).train()
     params, (X, y) = list(module.parameters()), data
-    if X.ndim == 4:  # images, laid out as on our CPU devices, for the same kernels
+    if X.ndim == 4:  # images: channels-last as on our CPU devices, for the same kernels
         module = module.to(memory_format=torch.channels_last)
     optimizer = make_optimizer(params)
     order = torch.from_numpy(sample_order(0, 0, len(X)))

@@ -9,9 +9,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import lockstep
-from lockstep.data.order import sample_order
 from lockstep.core.errors import RankError, RunError
+from lockstep.data.order import sample_order
 from lockstep.models.resnet18 import ResNet18
+from lockstep.replicas.replica import Shard
+from lockstep.replicas.sync_batch_norm import SyncBatchNorm
 
 SETTINGS = {"batch_size": 20, "epochs": 2, "lr": 0.05, "momentum": 0.9, "batch_norm": "sync", "quiet": True}
 
@@ -22,8 +24,8 @@ def images():
     return torch.randn(50, 1, 8, 8, generator=generator) + 1, torch.randint(3, (50,), generator=generator)
 
 
-class Around(nn.Module):
-    """Norm layers one after the other, beside each other, and around."""
+class Branches(nn.Module):
+    """Norm layers in sequence, in parallel branches, and beside a skip connection."""
 
     def __init__(self):
         super().__init__()
@@ -50,13 +52,13 @@ def plain_loop(module, data):
 
 
 def test_weights_and_statistics_are_those_of_a_loop_without_shards(images):
-    module = Around()
+    module = Branches()
     results = [lockstep.train(model=module, data=images, devices=k, **SETTINGS) for k in (1, 2, 3, 8)]
     assert len({(result.weights_sha256, result.buffers_sha256) for result in results}) == 1
     expected = plain_loop(module, images).state_dict()
     for name, tensor in results[0].module.state_dict().items():
         torch.testing.assert_close(
-            tensor, expected[name], rtol=1e-4, atol=1e-4, msg=lambda said, n=name: f"{n}: {said}"
+            tensor, expected[name], rtol=1e-4, atol=1e-4, msg=lambda message, n=name: f"{n}: {message}"
         )
     by_shard = lockstep.train(model=module, data=images, devices=2, **{**SETTINGS, "batch_norm": "shard", "shards": 4})
     assert by_shard.weights_sha256 != results[0].weights_sha256
@@ -64,7 +66,7 @@ def test_weights_and_statistics_are_those_of_a_loop_without_shards(images):
 
 
 class Remembers(nn.Module):
-    """Keeps something in an attribute from one norm layer to the next."""
+    """Keeps a tensor in an attribute from one norm layer to the next."""
 
     def __init__(self):
         super().__init__()
@@ -86,7 +88,7 @@ def test_what_a_shard_keeps_in_an_attribute_is_its_own(images):
         torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-4)
 
 
-def test_a_norm_layer_with_more_to_it_is_refused(images):
+def test_a_norm_layer_with_a_forward_pass_of_its_own_is_refused(images):
     class NormAct(nn.BatchNorm1d):
         def forward(self, x):
             return super().forward(x).relu()
@@ -106,14 +108,14 @@ def test_a_model_that_catches_everything_does_not_hang(images):
         def forward(self, x):
             x = x.flatten(1)
             if x[0, 0] > 1.5:
-                raise ValueError("this one not")
+                raise ValueError("bad sample")
             try:
                 x = self.norm(x)
             except BaseException:
                 x = self.again(x)
             return self.out(x)
 
-    with pytest.raises(RankError, match="ValueError: this one not"):
+    with pytest.raises(RankError, match="ValueError: bad sample"):
         lockstep.train(model=Catches(), data=images, devices=1, **SETTINGS)
     assert threading.active_count() == 1
 
@@ -139,7 +141,7 @@ def test_resnet_and_bfloat16(images):
     assert len(hashes) == 1
 
 
-def test_a_model_without_norm_layers_is_as_it_was(images):
+def test_a_model_without_norm_layers_has_the_same_bits_as_without_sync(images):
     module = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
     sync = lockstep.train(model=module, data=images, devices=2, **SETTINGS)
     assert (
@@ -149,7 +151,7 @@ def test_a_model_without_norm_layers_is_as_it_was(images):
 
 
 class Fork(nn.Module):
-    """Shards go different ways, depending on what they hold."""
+    """Shards take different paths, depending on their samples."""
 
     def __init__(self):
         super().__init__()
@@ -169,8 +171,8 @@ class Stops(Fork):
 
 @pytest.mark.parametrize("kind", [Fork, Stops])
 @pytest.mark.parametrize("k", [1, 8])
-def test_shards_that_go_different_ways_are_an_error_and_no_hang(images, kind, k):
-    with pytest.raises(RunError, match="Shards of one batch take different ways through the model: one is at"):
+def test_shards_that_take_different_paths_are_an_error_and_no_hang(images, kind, k):
+    with pytest.raises(RunError, match="Shards of one batch take different paths through the model: one is at"):
         lockstep.train(model=kind(), data=images, devices=k, **SETTINGS)
     assert threading.active_count() == 1
 
@@ -185,15 +187,15 @@ def test_a_shard_that_fails_ends_all_others(images, k):
         def forward(self, x):
             x = self.norm(x.flatten(1))
             if self.training and x[0, 0] > 0:
-                raise ValueError("this one not")
+                raise ValueError("bad sample")
             return self.out(x)
 
-    with pytest.raises(RankError, match=r"ValueError: this one not \(at .*test_sync.py:\d+\)"):
+    with pytest.raises(RankError, match=r"ValueError: bad sample \(at .*test_sync_batch_norm.py:\d+\)"):
         lockstep.train(model=Fails(), data=images, devices=k, **SETTINGS)
     assert threading.active_count() == 1
 
 
-def test_buffers_of_another_kind_are_refused(images):
+def test_buffers_that_are_not_running_statistics_are_refused(images):
     class Counts(Fork):
         def __init__(self):
             super().__init__()
@@ -207,8 +209,40 @@ def test_buffers_of_another_kind_are_refused(images):
         lockstep.train(model=Counts(), data=images, devices=2, **SETTINGS)
 
 
-def test_one_value_is_too_few(images):
+def test_a_batch_of_one_sample_is_refused(images):
     X, y = images
     norm = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 3))
     with pytest.raises(RunError, match="A batch of one sample is too small for batch norm"):
         lockstep.train(model=norm, data=(X[:21], y[:21]), devices=2, **SETTINGS)
+
+
+def test_a_loss_that_uses_the_users_own_module_is_refused(images):
+    module = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 3))
+
+    def loss(output, y):
+        return F.cross_entropy(output, y, reduction="none") + module[2].weight.square().sum()
+
+    with pytest.raises(RunError, match="The loss uses the module that you gave, and not the replica"):
+        lockstep.train(model=module, data=images, devices=2, loss=loss, **SETTINGS)
+
+
+def test_a_step_that_failed_leaves_no_gradients_to_the_next(images):
+    module = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 3))
+    sync = SyncBatchNorm(
+        module, lambda twin, random, shard: F.cross_entropy(twin(shard.X), shard.y, reduction="sum"), lambda: None
+    )
+
+    def gradients(all_gather):
+        ((_, found),) = sync.forward_backward([Shard(0, 50, *images)], all_gather)
+        return found
+
+    def fails(layer, tensors):
+        if layer.startswith("the backward pass"):
+            raise RuntimeError("another rank failed")
+        return tensors
+
+    expected = gradients(lambda layer, tensors: tensors)
+    with pytest.raises(RuntimeError, match="another rank failed"):
+        gradients(fails)
+    for again, first in zip(gradients(lambda layer, tensors: tensors), expected, strict=True):
+        assert torch.equal(again, first)

@@ -8,7 +8,7 @@ import lockstep
 
 
 class Loaded(Dataset):
-    """Samples that are loaded one by one, by the main thread or by processes."""
+    """Samples that are loaded one by one, by the main thread or by worker processes."""
 
     def __init__(self):
         self.X, self.y = torch.rand(24, 6), torch.arange(24) % 3
@@ -17,7 +17,7 @@ class Loaded(Dataset):
         return len(self.X)
 
     def __getitem__(self, number):
-        torch.set_num_threads(2)  # a rank must not take this over, though it has computed nothing yet
+        torch.set_num_threads(2)  # a rank must not inherit this, even before its first operation
         return self.X[number], self.y[number]
 
 
@@ -25,7 +25,7 @@ seen = set()
 
 
 class Counts(nn.Module):
-    """Takes down how many threads an operation may use."""
+    """Records how many intra-op threads an operation may use."""
 
     def __init__(self):
         super().__init__()

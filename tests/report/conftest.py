@@ -1,27 +1,20 @@
 """The events of a small run, made by hand."""
 
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import pytest
 
+from lockstep.config import RunConfig
 from lockstep.report.events import EpochDone, Result, RunStarted, RunStopped
 
-CONFIG = {
-    "model": "lenet",
-    "data": "fashion-mnist-mini",
-    "batch_size": 256,
-    "learning_rate": 0.2,
-    "num_epochs": 2,
-    "num_shards": 8,
-    "backend": "torch",
-    "exchange": "sharded",
-}
+CONFIG = asdict(RunConfig(data="fashion-mnist-mini", num_epochs=2))
 
 
 @pytest.fixture
 def make_started():
-    """A run that begins, with other settings if need be."""
+    """A run that starts, with these settings changed."""
 
     def make(keeps_bits: bool = True, **settings: Any) -> RunStarted:
         return RunStarted(
@@ -41,7 +34,7 @@ def make_started():
 
 @pytest.fixture
 def make_result():
-    """The result of a run of two epochs, with other values if need be."""
+    """The result of a run of two epochs, with these values changed."""
 
     def make(**values: Any) -> Result:
         good = {
@@ -65,7 +58,7 @@ def make_result():
 
 @pytest.fixture
 def make_stopped(make_result):
-    """A run that cannot go on, after so many finished epochs."""
+    """A run that stops, after so many finished epochs."""
 
     def make(num_epochs: int) -> RunStopped:
         done = make_result()

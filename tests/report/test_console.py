@@ -16,7 +16,7 @@ ERASE_LINE, HIDE_CURSOR, SHOW_CURSOR = "\x1b[2K", "\x1b[?25l", "\x1b[?25h"
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream that claims to be a terminal."""
 
     def isatty(self):
         return True
@@ -24,7 +24,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch):
-    """What rich looks at, whatever this machine has set."""
+    """The variables that rich reads, whatever this machine has set."""
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "NO_COLOR", "JUPYTER_COLUMNS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")
@@ -49,11 +49,11 @@ def shown(*events):
 
 
 def shown_after(started, *events):
-    """The lines that come after those that a run begins with."""
+    """The lines after those that a run starts with."""
     return shown(started, *events).removeprefix(shown(started)).splitlines()
 
 
-def test_a_run_begins_with_what_is_trained_on_what(make_started):
+def test_a_run_starts_with_its_model_data_and_settings(make_started):
     head = shown(make_started())
     for what in (
         "lenet (63,070 parameters)",
@@ -72,6 +72,31 @@ def test_a_run_begins_with_what_is_trained_on_what(make_started):
     assert "\x1b" not in head
 
 
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({}, "batch 256 in 8 shards, lr 0.2, exchange sharded, "),
+        (
+            {
+                "optimizer": "adamw",
+                "learning_rate": 1e-3,
+                "weight_decay": 0.01,
+                "warmup": 1500000,
+                "schedule": "cosine",
+            },
+            "8 shards, adamw, lr 0.001, weight decay 0.01, warm-up 1500000, cosine, exchange sharded, ",
+        ),
+        (
+            {"momentum": 0.9, "clip_norm": 1.0, "batch_norm": "sync", "precision": "bf16"},
+            "8 shards, lr 0.2, momentum 0.9, clip norm 1, batch norm sync, bf16, exchange sharded, ",
+        ),
+        ({"optimizer": "mine:adam", "learning_rate": None}, "8 shards, mine:adam, exchange sharded, "),
+    ],
+)
+def test_settings_of_the_optimization_are_shown_where_they_are_not_the_default(make_started, settings, line):
+    assert line in shown(make_started(**settings))
+
+
 def test_a_run_in_a_log_is_a_line_for_each_epoch(make_started, make_result):
     result = make_result()
     assert shown_after(make_started(), StepDone(1, 1, 256), *result.history, RunDone(result)) == [
@@ -80,46 +105,46 @@ def test_a_run_in_a_log_is_a_line_for_each_epoch(make_started, make_result):
     ]
 
 
-def test_a_recorded_run_ends_with_where_it_is(make_started, make_result, tmp_path):
+def test_a_recorded_run_ends_with_the_name_of_its_folder(make_started, make_result, tmp_path):
     (line,) = shown_after(make_started(), RunDone(make_result(run=tmp_path / "run")))
     assert f"recorded in {tmp_path / 'run'} " in line
 
 
-def test_epochs_are_numbered_in_a_column(make_started):
+def test_epoch_numbers_are_aligned(make_started):
     lines = shown_after(make_started(num_epochs=10), EpochDone(9, 1.0, 1.0, 0.5), EpochDone(10, 1.0, 1.0, 0.5))
     assert [line[:13] for line in lines] == ["epoch  9/10  ", "epoch 10/10  "]
 
 
-def test_a_line_is_never_wrapped_nor_read_as_markup(make_started, monkeypatch):
+def test_a_line_is_neither_wrapped_nor_read_as_markup(make_started, monkeypatch):
     monkeypatch.setenv("COLUMNS", "20")
     path = "/some/[bold]where[/bold]/" + "x" * 200 + ".npz"
     wide = shown(make_started()).replace("fashion-mnist-mini", path)
     assert shown(make_started(data=path)) == wide
 
 
-def test_a_name_between_colons_is_no_picture(make_started):
+def test_a_name_between_colons_is_no_emoji(make_started):
     assert "my:cat:pictures.npz" in shown(make_started(data="my:cat:pictures.npz"))
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf"), 1e30])
-def test_the_loss_is_shown_and_not_judged(make_started, loss):
+def test_any_loss_is_shown(make_started, loss):
     (line,) = shown_after(make_started(learning_rate=30.0), EpochDone(1, 1.0, loss, 0.1))
     assert line == f"epoch 1/2  loss {loss:.4f}  test acc 0.1000  1.0 s"
 
 
 @pytest.mark.parametrize("num_epochs", [0, 1])
-def test_a_run_that_stops_leaves_the_words_to_the_error(make_started, make_stopped, num_epochs):
+def test_a_run_that_stops_shows_nothing_more_because_the_error_does(make_started, make_stopped, num_epochs):
     stopped = make_stopped(num_epochs)
     assert len(shown_after(make_started(), *stopped.history, stopped)) == num_epochs
 
 
-def test_an_exchange_that_does_not_keep_the_bits_is_said(make_started):
+def test_an_exchange_that_does_not_keep_the_bits_is_noted(make_started):
     sentence = "The exchange ring adds in an order of its own: the bits depend on the devices."
     assert shown(make_started(keeps_bits=False, exchange="ring")).splitlines()[-1] == sentence
     assert "bits" not in shown(make_started())
 
 
-def test_within_a_long_epoch_a_log_gets_a_line_now_and_then(make_started, clock):
+def test_a_log_gets_a_line_every_ten_seconds_within_an_epoch(make_started, clock):
     stream = io.StringIO()
     with Console(stream) as console:
         console.show(make_started())
@@ -133,7 +158,7 @@ def test_within_a_long_epoch_a_log_gets_a_line_now_and_then(make_started, clock)
     ]
 
 
-def test_the_speed_of_an_epoch_does_not_count_the_epochs_before(make_started, clock):
+def test_the_speed_is_that_of_the_current_epoch(make_started, clock):
     stream = io.StringIO()
     with Console(stream) as console:
         console.show(make_started())
@@ -147,7 +172,7 @@ def test_the_speed_of_an_epoch_does_not_count_the_epochs_before(make_started, cl
 # --- on a terminal
 
 
-def test_a_run_on_a_terminal_has_a_bar_which_is_gone_afterwards(make_started, make_result):
+def test_a_run_on_a_terminal_has_a_bar_which_is_removed_at_the_end(make_started, make_result):
     stream, result = Terminal(), make_result()
     with Console(stream) as console:
         console.show(make_started())
@@ -167,7 +192,7 @@ def test_a_run_on_a_terminal_has_a_bar_which_is_gone_afterwards(make_started, ma
     assert end.endswith(ERASE_LINE)
 
 
-def test_the_bar_is_gone_after_an_error_as_well(make_started):
+def test_the_bar_is_removed_after_an_error(make_started):
     def fails(console):
         console.show(make_started())
         raise ZeroDivisionError
@@ -179,7 +204,7 @@ def test_the_bar_is_gone_after_an_error_as_well(make_started):
     assert stream.getvalue().endswith(ERASE_LINE)
 
 
-def test_the_bar_is_gone_when_a_run_stops(make_started, make_stopped):
+def test_the_bar_is_removed_when_a_run_stops(make_started, make_stopped):
     stream = Terminal()
     with Console(stream) as console:
         console.show(make_started())
@@ -232,7 +257,7 @@ def test_without_a_download_nothing_is_shown(monkeypatch):
     assert sys.stderr.getvalue() == ""
 
 
-def test_a_download_on_a_terminal_is_a_bar_which_is_gone_afterwards(monkeypatch):
+def test_a_download_on_a_terminal_is_a_bar_which_is_removed_at_the_end(monkeypatch):
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     with fetch_progress() as progress:
         progress("one.gz", 10, 40)
@@ -253,17 +278,17 @@ def test_a_download_of_unknown_size_is_shown_too():
     assert stream.getvalue() == "fetching Debian's package\n"
 
 
-def test_a_run_that_goes_on_says_only_what_happened(make_started):
-    said = ["rank 2 (cpu:2) was killed by SIGKILL", "going on after step 5 on [cpu:0, cpu:1]"]
-    started = dataclasses.replace(make_started(), step=5, num_restarts=1, notes=said)
-    assert shown(make_started(), started).removeprefix(shown(make_started())).splitlines() == said
-    assert shown(started).splitlines() == said, "in another process: the first one has said the rest"
-    nothing_yet = shown(dataclasses.replace(started, step=0))
-    assert "lenet (63,070 parameters)" in nothing_yet
-    assert all(line in nothing_yet for line in said)
+def test_a_run_that_continues_with_other_workers_shows_only_what_happened(make_started):
+    notes = ["rank 2 (cpu:2) was killed by SIGKILL", "continuing after step 5 on [cpu:0, cpu:1]"]
+    started = dataclasses.replace(make_started(), step=5, num_restarts=1, notes=notes)
+    assert shown(make_started(), started).removeprefix(shown(make_started())).splitlines() == notes
+    assert shown(started).splitlines() == notes, "in another process: the first one has shown the rest"
+    before_the_first_step = shown(dataclasses.replace(started, step=0))
+    assert "lenet (63,070 parameters)" in before_the_first_step
+    assert all(line in before_the_first_step for line in notes)
 
 
-def test_the_bar_of_a_process_that_is_gone_is_wiped_away(make_started):
+def test_the_bar_of_a_process_that_has_ended_is_erased(make_started):
     terminal = Terminal()
     with Console(terminal) as console:
         console.show(dataclasses.replace(make_started(), step=5, num_restarts=1, notes=["gone"]))

@@ -21,9 +21,15 @@ def test_a_run_ends_with_the_lines_of_the_text(make_result):
         (0.1, 7, ["cpu:0"], "test acc: 0.10, 7.0 sec/epoch on [cpu:0]"),
     ],
 )
-def test_accuracy_has_two_places_and_seconds_one(make_result, accuracy, seconds, devices, line):
+def test_accuracy_has_two_decimals_and_seconds_one(make_result, accuracy, seconds, devices, line):
     result = make_result(test_accuracy=accuracy, seconds_per_epoch=seconds, devices=devices)
     assert result.lines().splitlines()[0] == line
+
+
+def test_without_accuracy_the_first_line_has_the_metrics_or_the_training_loss(make_result):
+    result = make_result(test_accuracy=None, metrics={"loss": 0.123456, "mse": 2.0})
+    assert result.lines().startswith("test loss: 0.1235, test mse: 2, 12.3 sec/epoch")
+    assert make_result(test_accuracy=None).lines().startswith("train loss: 0.5, 12.3 sec/epoch")
 
 
 def test_the_summary_has_everything_but_the_parameters(make_result):
@@ -43,7 +49,7 @@ def test_a_result_is_shown_without_its_parameters(make_result):
     assert "params" not in repr(make_result())
 
 
-def test_what_there_is_of_a_run_is_shown_without_its_parameters(make_stopped):
+def test_a_stopped_run_is_shown_without_its_parameters(make_stopped):
     shown = repr(make_stopped(1))
     assert "weights" not in shown
     assert "reason='the loss is no longer a number'" in shown

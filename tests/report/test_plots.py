@@ -23,13 +23,13 @@ def size_of(path):
 
 
 @pytest.mark.parametrize("accuracies", [(0.5, 0.7, 0.8), (0.5,), (0.5, float("nan"), 0.1)])
-def test_a_curve_is_a_png_whatever_the_name_of_the_file(tmp_path, accuracies):
+def test_a_curve_is_a_png_for_any_file_name(tmp_path, accuracies):
     draw_curve(history(*accuracies), tmp_path / ".part-curve.png")
     draw_curve(history(*accuracies), tmp_path / "curve")
     assert size_of(tmp_path / ".part-curve.png") == size_of(tmp_path / "curve") == (630, 450)
 
 
-def test_the_picture_depends_on_the_history_and_on_nothing_else(tmp_path):
+def test_the_picture_depends_on_the_history_only(tmp_path):
     for name, last in (("one", 0.8), ("same", 0.8), ("other", 0.3)):
         draw_curve(history(0.5, 0.7, last), tmp_path / name)
     one, same, other = ((tmp_path / name).read_bytes() for name in ("one", "same", "other"))
@@ -70,7 +70,16 @@ def test_the_curve_is_accuracy_against_epoch(tmp_path, drawn):
     assert line.get_xydata().tolist() == [[1, 0.5], [2, 0.7], [3, 0.8]]
 
 
-def test_two_equal_runs_are_both_seen(tmp_path, drawn):
+@pytest.mark.parametrize(("metrics", "values"), [({"loss": 0.25}, [[1, 0.25], [2, 0.25]]), ({}, [[1, 0.5], [2, 0.5]])])
+def test_without_accuracy_the_curve_is_a_loss(tmp_path, drawn, metrics, values):
+    draw_curve([EpochDone(epoch, 1.0, 0.5, None, metrics) for epoch in (1, 2)], tmp_path / "curve.png")
+    ((line,),) = drawn
+    assert line.get_xydata().tolist() == values
+    assert line.axes.get_ylabel() == ("test loss" if metrics else "train loss")
+    assert line.axes.get_legend() is None
+
+
+def test_two_equal_curves_are_both_visible(tmp_path, drawn):
     draw_curves({"one": history(0.5, 0.7), "two": history(0.5, 0.7)}, tmp_path / "two.png")
     ((one, two),) = drawn
     assert one.get_xydata().tolist() == two.get_xydata().tolist() == [[1, 0.5], [2, 0.7]]

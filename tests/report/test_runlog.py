@@ -1,4 +1,4 @@
-"""A run's folder: what is in it and when; and a folder from anybody, read without harm."""
+"""A run's folder: what is in it and when; and a folder that is not trusted, read without harm."""
 
 import dataclasses
 import errno
@@ -30,7 +30,7 @@ def lines_in(folder):
 # --- writing
 
 
-def test_a_run_leaves_its_five_files(tmp_path, make_started, make_result):
+def test_a_run_writes_its_five_files(tmp_path, make_started, make_result):
     folder, result = tmp_path / "runs" / "one", make_result()
     log = RunLog(folder)
     assert not folder.parent.exists()
@@ -63,13 +63,13 @@ def test_an_empty_folder_may_be_used(tmp_path, make_started):
     assert names_in(tmp_path) == ["config.json", "metrics.jsonl"]
 
 
-def test_a_folder_with_something_in_it_is_refused_and_left_as_it_is(tmp_path):
+def test_a_folder_that_is_not_empty_is_refused_and_not_changed(tmp_path):
     (tmp_path / ".hidden").write_text("mine")
     with pytest.raises(ConfigError) as refused:
         RunLog(tmp_path)
     assert str(refused.value) == (
-        f"{tmp_path} is not empty: a run is never written over. Choose another --out, or remove it; or go on "
-        "with the run in it (--resume)."
+        f"{tmp_path} is not empty: a run is never written over. Resume the run in it (--resume), remove it, or choose "
+        "another --out."
     )
     assert names_in(tmp_path) == [".hidden"]
 
@@ -96,7 +96,7 @@ def test_a_folder_with_an_impossible_name_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("exists", [True, False])
-def test_a_place_that_may_not_be_written_to_is_refused(tmp_path, monkeypatch, exists):
+def test_a_folder_that_is_not_writable_is_refused(tmp_path, monkeypatch, exists):
     folder = tmp_path if exists else tmp_path / "one" / "two"
     asked = []
     monkeypatch.setattr(runlog.os, "access", lambda path, mode: asked.append(path))
@@ -117,19 +117,38 @@ def test_a_folder_that_may_not_be_listed_is_refused(tmp_path, monkeypatch):
     assert isinstance(refused.value.__cause__, PermissionError)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="Nothing is forbidden to root.")
+@pytest.mark.skipif(os.geteuid() == 0, reason="Root may read and write everything.")
 @pytest.mark.parametrize(
     ("mode", "below", "problem"),
     [(0o300, "", "Permission denied"), (0o500, "", "{} is not writable"), (0o500, "a/b", "{} is not writable")],
 )
-def test_a_forbidden_folder_is_refused(tmp_path, mode, below, problem):
-    forbidden = tmp_path / "forbidden"
-    forbidden.mkdir(mode=mode)
+def test_a_folder_without_permission_is_refused(tmp_path, mode, below, problem):
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=mode)
     with pytest.raises(ConfigError) as refused:
-        RunLog(forbidden / below)
-    assert str(refused.value) == (
-        f"{forbidden / below} cannot be used: {problem.format(forbidden)}. Choose another --out."
-    )
+        RunLog(closed / below)
+    assert str(refused.value) == (f"{closed / below} cannot be used: {problem.format(closed)}. Choose another --out.")
+
+
+def test_a_resumed_run_removes_incomplete_files_and_completes_a_cut_line(tmp_path, make_started):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "metrics.jsonl").write_text('{"event": "started"}\n{"event": "epo')
+    (tmp_path / "checkpoints").mkdir()
+    for name in (".part-weights.safetensors", "checkpoints/.part-step-000007.safetensors"):
+        (tmp_path / name).write_text("half")
+    RunLog(tmp_path, is_resumed=True).write(dataclasses.replace(make_started(), step=8))
+    assert names_in(tmp_path) == ["checkpoints", "config.json", "metrics.jsonl"]
+    assert names_in(tmp_path / "checkpoints") == []
+    first, cut, resumed = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert (first, cut) == ('{"event": "started"}', '{"event": "epo')
+    assert json.loads(resumed)["event"] == "resumed"
+
+
+def test_only_a_run_is_resumed(tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    with pytest.raises(ConfigError) as refused:
+        RunLog(tmp_path, is_resumed=True)
+    assert str(refused.value) == f"{tmp_path} is not a run: it has no config.json. Choose another --out."
 
 
 def test_of_two_runs_in_one_folder_the_second_is_refused_and_writes_nothing(tmp_path, make_started):
@@ -152,10 +171,10 @@ def test_of_two_runs_in_one_folder_the_second_is_refused_and_writes_nothing(tmp_
 
 def test_of_many_runs_that_start_at_the_same_moment_one_gets_the_folder(tmp_path, make_started):
     logs = [RunLog(tmp_path / "run") for _ in range(8)]
-    meeting, outcomes = threading.Barrier(len(logs), timeout=20), []
+    barrier, outcomes = threading.Barrier(len(logs), timeout=20), []
 
     def start(log):
-        meeting.wait()
+        barrier.wait()
         try:
             log.claim()
             log.write(make_started())
@@ -172,20 +191,20 @@ def test_of_many_runs_that_start_at_the_same_moment_one_gets_the_folder(tmp_path
     assert [line["event"] for line in lines_in(tmp_path / "run")] == ["started"]
 
 
-def test_a_folder_that_was_made_for_nothing_is_removed(tmp_path):
+def test_a_new_folder_that_stays_empty_is_removed(tmp_path):
     log = RunLog(tmp_path / "run")
     log.claim()
     assert (tmp_path / "run").is_dir()
     log.close()
     log.close()  # twice does no harm
     assert names_in(tmp_path) == []
-    mine = RunLog(tmp_path)
-    mine.claim()
-    mine.close()
+    existing = RunLog(tmp_path)
+    existing.claim()
+    existing.close()
     assert tmp_path.is_dir()
 
 
-def test_a_new_folder_is_named_after_the_run_and_the_time_and_is_never_one_that_is_there(tmp_path, monkeypatch):
+def test_a_new_folder_is_named_after_the_run_and_the_time_and_never_exists(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runlog.time, "strftime", lambda form: f"time({form})")
     first = Path("runs/lenet-time(%Y%m%d-%H%M%S)")
@@ -198,7 +217,7 @@ def test_a_new_folder_is_named_after_the_run_and_the_time_and_is_never_one_that_
 
 
 @pytest.mark.parametrize("num_epochs", [1, 2])
-def test_a_run_that_stops_leaves_what_there_is_of_it(tmp_path, make_started, make_stopped, num_epochs):
+def test_a_run_that_stops_writes_its_curve_and_weights(tmp_path, make_started, make_stopped, num_epochs):
     log, stopped = RunLog(tmp_path), make_stopped(num_epochs)
     for event in (make_started(), *stopped.history, stopped):
         log.write(event)
@@ -247,7 +266,7 @@ plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_si
 
 
 @given(st.recursive(plain, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=3), v, max_size=3)))
-def test_what_is_written_is_always_json(value):
+def test_any_value_becomes_json(value):
     def no_constant(name):
         raise AssertionError(f"{name} is not JSON")
 
@@ -266,7 +285,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
         *((name, "stopped") for name in ("weights.safetensors", "curve.png")),
     ],
 )
-def test_a_failing_write_leaves_no_part_and_says_so(
+def test_a_failing_write_leaves_no_incomplete_file(
     tmp_path, monkeypatch, make_started, make_result, make_stopped, name, end
 ):
     folder = tmp_path / "run"
@@ -308,7 +327,7 @@ def test_a_folder_that_vanishes_is_an_error_of_the_run(tmp_path, make_started):
 
 
 @pytest.mark.parametrize("problem", [FULL, KeyboardInterrupt()])
-def test_a_file_is_there_whole_or_not_at_all(tmp_path, problem):
+def test_a_file_is_written_completely_or_not_at_all(tmp_path, problem):
     def half(path):
         path.write_text("half")
         raise problem
@@ -321,7 +340,7 @@ def test_a_file_is_there_whole_or_not_at_all(tmp_path, problem):
     assert (tmp_path / "kept").read_text() == "old"
 
 
-def test_a_file_appears_under_its_name_only_when_it_is_whole(tmp_path):
+def test_a_file_appears_under_its_name_only_when_it_is_complete(tmp_path):
     seen = []
 
     def write(path):
@@ -333,7 +352,7 @@ def test_a_file_appears_under_its_name_only_when_it_is_whole(tmp_path):
     assert names_in(tmp_path) == ["file"]
 
 
-# --- reading what anybody wrote
+# --- reading files that are not trusted
 
 WEIGHTS = save({"W": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.zeros(2, np.float32)})
 
@@ -356,7 +375,7 @@ def refusal(folder, **files):
     return str(refused.value)
 
 
-def test_what_a_run_wrote_is_read_again(tmp_path, make_started, make_result):
+def test_settings_and_weights_of_a_run_are_read_back(tmp_path, make_started, make_result):
     log, result = RunLog(tmp_path), make_result()
     log.write(make_started())
     log.write(RunDone(result))
@@ -368,7 +387,7 @@ def test_what_a_run_wrote_is_read_again(tmp_path, make_started, make_result):
         assert weights[name].tobytes() == array.tobytes()
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path):
+def test_a_folder_without_config_json_is_refused(tmp_path):
     for folder in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(ConfigError) as refused:
             read_run(folder)
@@ -399,7 +418,9 @@ def test_bad_json_is_refused(run_folder, config):
 
 @pytest.mark.parametrize("config", [b"[]", b"1", b'"a"', b"null", b"NaN"])
 def test_json_that_is_no_object_is_refused(run_folder, config):
-    assert refusal(run_folder, config=config) == (f"{run_folder / 'config.json'} does not hold the settings of a run.")
+    assert refusal(run_folder, config=config) == (
+        f"{run_folder / 'config.json'} does not hold the settings of a run. Restore it, or choose another run."
+    )
 
 
 def test_endless_json_is_refused(run_folder, monkeypatch):
@@ -414,7 +435,7 @@ def test_truncated_weights_are_refused(run_folder, num_bytes):
 
 
 @pytest.mark.parametrize("weights", [b"rubbish" * 100, bytes(100), b"\xff" * 100, WEIGHTS + b"!", b"PK\x03\x04" * 30])
-def test_rubbish_in_place_of_weights_is_refused(run_folder, weights):
+def test_weights_that_are_no_safetensors_are_refused(run_folder, weights):
     assert "weights.safetensors is damaged: " in refusal(run_folder, weights=weights)
 
 
@@ -443,7 +464,7 @@ def test_a_forged_header_is_refused(run_folder, entry):
 
 
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2", "F8_E8M0"])
-def test_weights_of_a_type_that_numpy_does_not_have_are_refused(run_folder, dtype):
+def test_weights_of_a_dtype_that_numpy_does_not_have_are_refused(run_folder, dtype):
     assert "weights.safetensors is damaged: " in refusal(run_folder, weights=forged(dtype=dtype, shape=[4]))
 
 
@@ -452,10 +473,10 @@ changes = st.lists(st.tuples(st.integers(0, len(WEIGHTS) - 1), st.integers(1, 25
 
 @given(changes=changes, num_cut=st.just(0) | st.integers(0, len(WEIGHTS)))
 @settings(deadline=None, max_examples=300)
-def test_damaged_weights_give_arrays_or_a_sentence_and_never_another_exception(run_folder, changes, num_cut):
+def test_damaged_weights_give_arrays_or_a_config_error_and_never_another_exception(run_folder, changes, num_cut):
     damaged = bytearray(WEIGHTS)
-    for place, flip in changes:
-        damaged[place] ^= flip
+    for offset, flip in changes:
+        damaged[offset] ^= flip
     damaged = bytes(damaged[: len(WEIGHTS) - num_cut])
     try:
         config, weights = read(run_folder, weights=damaged)
@@ -471,7 +492,7 @@ def test_damaged_weights_give_arrays_or_a_sentence_and_never_another_exception(r
 
 @given(config=st.binary(max_size=30))
 @settings(deadline=None)
-def test_any_bytes_as_settings_give_an_object_or_a_sentence(run_folder, config):
+def test_any_bytes_as_settings_give_an_object_or_a_config_error(run_folder, config):
     try:
         found, _ = read(run_folder, config=config)
     except ConfigError as refused:

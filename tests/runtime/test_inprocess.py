@@ -36,9 +36,7 @@ def test_each_rank_has_one_thread_of_its_own_with_one_intra_op_thread():
 def test_replicas_are_real_copies():
     start = np.ones(8, np.float32)
     with InProcess(TORCH, FOUR) as engine:
-        replicas = engine.each(
-            "replicate", lambda rank, device: TORCH.copy_to(TORCH.from_numpy(start, device), device)
-        )
+        replicas = engine.each("replicate", lambda rank, device: TORCH.copy_to(TORCH.from_numpy(start, device), device))
         replicas[0].zero_()
     assert len({replica.data_ptr() for replica in replicas}) == 4
     assert all(bool((replica == 1).all()) for replica in replicas[1:])

@@ -36,7 +36,7 @@ def test_what_would_fit_is_found_by_trying(vectors, room, shards, fits):
         f"rank 0 (cpu:0), during forward and backward: a shard of {size} samples does not fit into memory."
     )
     assert f"use --shards {fits} (another run, with other bits)" in said
-    assert "The framework said: CUDA out of memory. Tried to allocate 2.00 GiB. (at " in said
+    assert "The framework reported: CUDA out of memory. Tried to allocate 2.00 GiB. (at " in said
     assert "test_out_of_memory.py" in said
     assert threading.active_count() == 1
     lockstep.train(model=Small(room), data=(X[:32], y[:32]), devices=2, shards=fits, **SETTINGS)

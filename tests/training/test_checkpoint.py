@@ -1,4 +1,4 @@
-"""Checkpoints and --resume: a run goes on after its last checkpoint, on any devices, with the same bits."""
+"""Checkpoints and --resume: a run continues after its last checkpoint, on any devices, with the same bits."""
 
 import fcntl
 import json
@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 import lockstep as library
-from lockstep.training.checkpoint import Checkpoints
 from lockstep.core.errors import ConfigError, LockstepError, RunError
 from lockstep.core.serialization import pack, unpack
 from lockstep.report import runlog
+from lockstep.training.checkpoint import Checkpoints
 
 OFTEN = ("--checkpoint-every", 2, "--keep-checkpoints", 100)
 FEW = ("--batch-size", 4, "--shards", 4, "--epochs", 2)  # six steps an epoch
@@ -39,7 +39,7 @@ def steps_in(folder):
 
 
 def rewind(folder, step, to=None):
-    """A run as it was when it had just saved its checkpoint of a step, and was killed."""
+    """The folder of a run that was killed right after it saved its checkpoint of `step`."""
     if to is not None:
         folder = Path(shutil.copytree(folder, to))
     for path in (folder / "checkpoints").iterdir():
@@ -52,7 +52,7 @@ def rewind(folder, step, to=None):
 
 
 def bits(answer):
-    """What must be the same, however often a run was stopped, from a command's answer or a result in Python."""
+    """What must be the same however often a run was stopped, from a command's output or a result."""
     result = answer.summary() if isinstance(answer, library.Result) else answer.json
     names = ("weights_sha256", "buffers_sha256", "first_loss", "steps", "test_accuracy", "metrics")
     history = [{name: done[name] for name in done if name != "seconds"} for done in result["history"]]
@@ -89,7 +89,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_run_that_goes_on_in_mid_epoch_on_other_devices_gives_the_same_bits(lockstep, few, tmp_path, name):
+def test_resume_in_mid_epoch_on_other_devices_gives_the_same_bits(lockstep, few, tmp_path, name):
     settings = ("train", "--data", few, *FEW, *SETTINGS[name])
     undisturbed = lockstep(*settings, "--devices", 1, "--checkpoint-every", 0, "--json")
     begun = lockstep(*settings, *OFTEN, "--devices", 1, "--out", "run", "--json")
@@ -100,7 +100,7 @@ def test_a_run_that_goes_on_in_mid_epoch_on_other_devices_gives_the_same_bits(lo
         folder = rewind(tmp_path / "run", step, tmp_path / f"from{step}")
         answer = lockstep("train", "--resume", "--out", folder, "--devices", devices, *engine, "--json")
         assert answer.status == 0, answer.err
-        assert f"going on after step {step}" in answer.err
+        assert f"continuing after step {step}" in answer.err
         assert bits(answer) == bits(undisturbed)
         events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         assert [event["step"] for event in events if event["event"] == "resumed"] == [step]
@@ -117,9 +117,7 @@ def test_a_run_that_is_stopped_after_every_checkpoint_gives_the_same_bits(lockst
     assert bits(answer) == bits(whole)
 
 
-def test_a_run_that_was_killed_between_the_last_step_of_an_epoch_and_its_end_goes_on(
-    lockstep, few, tmp_path, monkeypatch
-):
+def test_resume_from_between_the_last_step_of_an_epoch_and_its_evaluation(lockstep, few, tmp_path, monkeypatch):
     saved, save = [], Checkpoints.save
 
     def kept(checkpoints, checkpoint):
@@ -139,7 +137,7 @@ def test_a_run_that_was_killed_between_the_last_step_of_an_epoch_and_its_end_goe
 
 
 class Net(nn.Module):
-    """Dropout, batch norm, and a buffer that is not kept in the weights and decides what comes out."""
+    """Dropout, batch norm, and buffers that are not in the state dict but change the output."""
 
     def __init__(self):
         super().__init__()
@@ -156,7 +154,7 @@ class Net(nn.Module):
 
 
 class Exact(torch.optim.Optimizer):
-    """Keeps one thing in bfloat16, one in float64, and numbers in lists and tuples."""
+    """Its state has bfloat16 and float64 tensors, and numbers in lists and tuples."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.05, "pair": (0.9, 1)})
@@ -202,8 +200,8 @@ def vectors():
 
 
 @pytest.mark.parametrize("name", MODULES)
-@pytest.mark.filterwarnings("ignore:This device is not made for bfloat16")
-def test_a_module_of_ones_own_goes_on_with_the_same_bits(vectors, tmp_path, name):
+@pytest.mark.filterwarnings("ignore:This device has no bfloat16 arithmetic")
+def test_resume_with_a_module_of_the_users_own_gives_the_same_bits(vectors, tmp_path, name):
     settings = {"model": Net, "data": vectors, "batch_size": 8, "shards": 4, "epochs": 2, "quiet": True}
     settings |= MODULES[name]
     undisturbed = library.train(**settings, devices=2)
@@ -235,7 +233,7 @@ def test_another_scheduler_is_refused(vectors, tmp_path):
 
 
 class Odd(torch.optim.SGD):
-    """Remembers what no checkpoint can hold."""
+    """Its state has a set, which no checkpoint can hold."""
 
     def step(self, closure=None):
         super().step()
@@ -243,7 +241,7 @@ class Odd(torch.optim.SGD):
 
 
 class Wide(nn.Module):
-    """Has a buffer of a kind that no file of weights can hold."""
+    """Has a buffer of a dtype that no safetensors file can hold."""
 
     def __init__(self):
         super().__init__()
@@ -262,7 +260,7 @@ class Wide(nn.Module):
     ],
     ids=["optimizer", "buffer"],
 )
-def test_what_a_checkpoint_cannot_hold_is_said_in_a_sentence(vectors, tmp_path, settings, sentence):
+def test_a_state_that_cannot_be_saved_is_an_error_that_names_it(vectors, tmp_path, settings, sentence):
     with pytest.raises(RunError, match=sentence):
         library.train(
             **settings, data=vectors, batch_size=8, shards=4, epochs=1, devices=1, out=tmp_path / "run", quiet=True
@@ -273,7 +271,7 @@ def test_what_a_checkpoint_cannot_hold_is_said_in_a_sentence(vectors, tmp_path, 
 # --- which are kept
 
 
-def test_the_last_checkpoints_are_kept_and_nothing_is_left_of_temporary_files(lockstep, few, tmp_path):
+def test_the_last_checkpoints_are_kept_and_no_temporary_files_are_left(lockstep, few, tmp_path):
     for keep in (1, 3):
         run = tmp_path / f"keep{keep}"
         how = ("--checkpoint-every", 2, "--keep-checkpoints", keep)
@@ -310,7 +308,7 @@ def test_other_files_in_the_folder_of_checkpoints_are_left_alone(lockstep, few, 
     assert (tmp_path / "run" / "checkpoints" / "step-000012.safetensors").is_file()
 
 
-def test_what_a_killed_run_left_half_written_is_removed_when_it_goes_on(lockstep, few, tmp_path):
+def test_half_written_files_of_a_killed_run_are_removed_on_resume(lockstep, few, tmp_path):
     assert lockstep("train", "--data", few, *FEW, "--devices", 1, "--out", "run").status == 0
     folder = rewind(tmp_path / "run", 6)
     for name in (".part-weights.safetensors", "checkpoints/.part-step-000007.safetensors"):
@@ -354,14 +352,14 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(lockstep, b
     assert answer.status == 0, answer.err
     assert "run/checkpoints/step-000010.safetensors is damaged: its SHA-256 is not that of what it holds." in answer.err
     assert "The one before it is used." in answer.err
-    assert "going on after step 8" in answer.err
+    assert "continuing after step 8" in answer.err
     assert bits(answer) == begun[1]
     rewind(run, 8)
     damage(before)
     (run / "checkpoints" / "step-000006.safetensors").write_bytes(b"")
     answer = lockstep("train", "--resume", "--out", "run", "--devices", 3, "--json")
     assert answer.err.count("is damaged: ") == 2
-    assert "going on after step 4" in answer.err
+    assert "continuing after step 4" in answer.err
     assert bits(answer) == begun[1]
 
 
@@ -371,7 +369,7 @@ def test_damaged_checkpoints_only_are_refused(lockstep, run):
     before = snapshot(run)
     answer = lockstep("train", "--resume", "--out", "run")
     refused(answer, "run/checkpoints/step-000002.safetensors is damaged: its SHA-256 is not that of what it holds.")
-    assert "There is no other checkpoint to go on from." in answer.err
+    assert "There is no other checkpoint to resume from." in answer.err
     assert snapshot(run) == before
 
 
@@ -379,7 +377,7 @@ FORGED = {
     "run": [[], {}, None],
     "made_with": [5, {}],
     "weights": [5, {}, {"W1": np.zeros(2)}],
-    "memory": [None, {}, {"optimizer": [np.zeros(3)]}, {"optimizer": 5}],
+    "states": [None, {}, {"0:1": None}, {"0:1": {"optimizer": [np.zeros(3)]}}, {"0:1": {"optimizer": 5}}],
     "step": ["8", -1, 10**9, 2.5, None],
     "epoch": [0, "2", 10**9],
     "losses": [[], np.zeros((2, 2)), np.zeros(0)],
@@ -390,8 +388,8 @@ FORGED = {
 
 
 @pytest.mark.parametrize(("name", "number"), [(name, number) for name in FORGED for number in range(len(FORGED[name]))])
-def test_a_forged_checkpoint_is_refused_or_goes_on_but_is_never_a_traceback(lockstep, run, name, number):
-    """Its SHA-256 is right: somebody has made it so."""
+def test_a_forged_checkpoint_never_gives_a_traceback(lockstep, run, name, number):
+    """Its SHA-256 is right, its content is not."""
     tree = unpack((run / "checkpoints" / "step-000010.safetensors").read_bytes())
     (tree if name in tree else tree["progress"])[name] = FORGED[name][number]
     rewind(run, 2)
@@ -422,7 +420,7 @@ def test_a_damaged_newer_checkpoint_does_not_push_out_those_that_are_whole(locks
     assert steps_in(run) == [11, 12][-keep:]
 
 
-# --- what can not go on
+# --- what cannot be resumed
 
 
 OTHERS = {
@@ -446,14 +444,14 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("others", OTHERS)
-def test_another_run_is_refused_what_differs_is_named_and_nothing_is_touched(lockstep, run, others):
+def test_other_settings_are_refused_and_named_and_nothing_is_touched(lockstep, run, others):
     before = snapshot(run)
     answer = lockstep("train", "--resume", "--out", "run", "--devices", 1, *others.split())
-    refused(answer, "The run in run cannot go on as another one: ", OTHERS[others], "Use the same settings")
+    refused(answer, "The run in run has other settings: ", OTHERS[others], "Use those, or another --out.")
     assert snapshot(run) == before
 
 
-def test_other_numbers_in_the_same_file_are_refused(lockstep, few, tmp_path):
+def test_other_data_in_the_same_file_is_refused(lockstep, few, tmp_path):
     data = tmp_path / "data.npz"
     shutil.copy(few, data)
     assert lockstep("train", "--data", data, *FEW, "--devices", 1, "--out", "run").status == 0
@@ -467,7 +465,7 @@ def test_other_numbers_in_the_same_file_are_refused(lockstep, few, tmp_path):
     assert snapshot(tmp_path / "run") == before
 
 
-def test_more_epochs_are_allowed_where_the_rate_does_not_depend_on_them(lockstep, few, tmp_path):
+def test_more_epochs_are_allowed_where_the_learning_rate_does_not_depend_on_them(lockstep, few, tmp_path):
     settings = ("train", "--data", few, *FEW, "--momentum", 0.9, "--warmup", 3)
     longer = lockstep(*settings, "--epochs", 3, "--devices", 1, "--json")
     assert lockstep(*settings, *OFTEN, "--devices", 1, "--out", "run").status == 0
@@ -479,7 +477,7 @@ def test_more_epochs_are_allowed_where_the_rate_does_not_depend_on_them(lockstep
         assert len(json.loads((tmp_path / folder / "result.json").read_text())["history"]) == 3
 
 
-def test_a_run_that_was_made_longer_goes_on_to_its_new_end(lockstep, few, tmp_path):
+def test_a_run_with_more_epochs_is_resumed_to_its_new_end(lockstep, few, tmp_path):
     settings = ("train", "--data", few, *FEW, "--devices", 1)
     assert lockstep(*settings, "--out", "run").status == 0
     longer = lockstep("train", "--resume", "--out", "run", *OFTEN, "--epochs", 3, "--devices", 1, "--json")
@@ -502,10 +500,10 @@ def test_fewer_epochs_than_were_begun_are_refused(lockstep, few, tmp_path, step)
 # --- folders
 
 
-def test_without_a_folder_there_is_no_run_to_go_on_with(lockstep, few, tmp_path):
-    refused(lockstep("train", "--resume", "--data", few, *FEW), "There is no run to go on with. Name its folder: --out")
+def test_resume_without_a_folder_is_refused(lockstep, few, tmp_path):
+    refused(lockstep("train", "--resume", "--data", few, *FEW), "There is no run to resume. Name its folder: --out")
     assert os.listdir(tmp_path) == []
-    with pytest.raises(ConfigError, match="There is no run to go on with"):
+    with pytest.raises(ConfigError, match="There is no run to resume"):
         library.train(1, data=few, batch_size=4, resume=True)
 
 
@@ -519,26 +517,26 @@ def test_a_folder_that_is_no_run_is_refused_and_left_alone(lockstep, few, tmp_pa
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_an_empty_folder_begins_at_step_1(lockstep, few, tmp_path, is_there):
+def test_resume_in_an_empty_folder_starts_at_step_1(lockstep, few, tmp_path, is_there):
     if is_there:
         (tmp_path / "run").mkdir()
     settings = ("train", "--data", few, *FEW, "--devices", 1, "--json")
     answer = lockstep(*settings, "--resume", "--out", "run")
     assert answer.status == 0, answer.err
-    assert "There is no checkpoint in run: beginning at step 1." in answer.err
+    assert "There is no checkpoint in run: starting at step 1." in answer.err
     assert bits(answer) == bits(lockstep(*settings))
     events = [json.loads(line)["event"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert events == ["started", "epoch", "epoch", "done"]
 
 
-def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew_with_its_own_settings(lockstep, begun, run):
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_over_with_its_own_settings(lockstep, begun, run):
     shutil.rmtree(run / "checkpoints")
     answer = lockstep("train", "--resume", "--out", "run", "--devices", 2, "--json")
     assert answer.status == 0, answer.err
     assert bits(answer) == begun[1]
 
 
-def test_a_finished_run_gives_its_result_again(lockstep, begun, run):
+def test_resume_of_a_finished_run_gives_its_result_again(lockstep, begun, run):
     first = lockstep("train", "--resume", "--out", "run", "--devices", 2, "--json")
     weights = (run / "weights.safetensors").read_bytes()
     again = lockstep("train", "--resume", "--out", "run", "--devices", 3, "--json")
@@ -564,14 +562,14 @@ def test_half_a_line_in_the_metrics_is_ended_before_new_ones_are_written(lockste
     + [b'{"num_epochs": 1.5}', b'{"model": 5}', b'{"data": 5}', b'{"optimizer": []}', b'{"batch_norm": null}']
     + [b'{"learning_rate": "a"}', b'{"model": null}', b'{"num_shards": 1e999}', b'{"clip_norm": {}}'],
 )
-def test_a_record_with_anything_in_it_is_refused_in_a_sentence(lockstep, run, record):
+def test_an_invalid_config_json_is_refused_in_a_sentence(lockstep, run, record):
     (run / "config.json").write_bytes(record)
     before = snapshot(run)
     refused(lockstep("train", "--resume", "--out", "run", "--devices", 1))
     assert snapshot(run) == before
 
 
-# --- code of one's own
+# --- user code
 
 
 OWN = """
@@ -612,7 +610,7 @@ def own(lockstep, tmp_path, monkeypatch):
     return lockstep
 
 
-def test_code_that_a_record_names_is_not_run(own, tmp_path):
+def test_code_named_in_config_json_is_not_run(own, tmp_path):
     whole = own(*SLOW, "--devices", 1, "--out", "run", "--json")
     folder = rewind(tmp_path / "run", 8)
     before = snapshot(folder)
@@ -666,7 +664,7 @@ def wait_for(process, condition):
     end = time.monotonic() + 60
     while not condition():
         assert process.poll() is None, process.stderr.read()
-        assert time.monotonic() < end, "it does not begin"
+        assert time.monotonic() < end, "it does not start"
         time.sleep(0.01)
 
 
@@ -677,17 +675,17 @@ def test_a_folder_has_one_run_at_a_time_and_is_free_when_that_is_killed(own, tmp
         monkeypatch.setattr(runlog, "LOCK_SECONDS", 0.2)
         refused(own(*SLOW, "--resume", "--out", "run"), "Another run is under way in run. Wait for it, or end it.")
         refused(own(*SLOW, "--out", "run"), "run is not empty: a run is never written over.", "(--resume)")
-        assert process.poll() is None, "the first one goes on"
+        assert process.poll() is None, "the first one continues"
         process.send_signal(signal.SIGKILL)
         process.wait(timeout=10)
     answer = own(*SLOW, "--resume", "--out", "run", "--devices", 3, "--json")
     assert answer.status == 0, answer.err
-    assert re.search(r"going on after step [2-9]", answer.err)
+    assert re.search(r"continuing after step [2-9]", answer.err)
     assert bits(answer) == bits(whole)
     assert list((tmp_path / "run").rglob(".part-*")) == []
 
 
-def test_two_runs_that_begin_in_one_folder_at_the_same_moment(lockstep, few, tmp_path):
+def test_two_runs_that_start_in_one_folder_at_the_same_moment(lockstep, few, tmp_path):
     (tmp_path / "run").mkdir()
     other = os.open(tmp_path / "run", os.O_RDONLY)
     try:
@@ -699,7 +697,7 @@ def test_two_runs_that_begin_in_one_folder_at_the_same_moment(lockstep, few, tmp
     assert lockstep("train", "--data", few, *FEW, "--devices", 1, "--out", "run").status == 0
 
 
-def test_a_run_waits_for_one_that_is_about_to_be_gone(lockstep, begun, run):
+def test_resume_waits_for_a_run_that_is_about_to_end(lockstep, begun, run):
     with subprocess.Popen(
         ["flock", str(run), "sh", "-c", "echo; sleep 0.5"], stdout=subprocess.PIPE, text=True
     ) as other:
@@ -710,7 +708,7 @@ def test_a_run_waits_for_one_that_is_about_to_be_gone(lockstep, begun, run):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_a_run_that_is_interrupted_in_mid_epoch_saves_a_checkpoint_and_says_how_to_go_on(own, tmp_path, number):
+def test_an_interrupted_run_saves_a_checkpoint_and_says_how_to_resume(own, tmp_path, number):
     whole = own(*SLOW, "--devices", 1, "--json")
     with started(tmp_path, *SLOW, "--devices", 2, "--out", "run") as process:
         wait_for(process, lambda: process.marks() > 4 * 2)
@@ -722,7 +720,7 @@ def test_a_run_that_is_interrupted_in_mid_epoch_saves_a_checkpoint_and_says_how_
     found = re.fullmatch(
         r"lockstep: interrupted after step (\d)\. A checkpoint is in (run/checkpoints/step-00000\1\.safetensors)\. "
         r"In a program, use resume=True\. "
-        r"Go on with: lockstep train --resume --out run --model slow_file:make_model --data slow_file:make_data",
+        r"Resume with: lockstep train --resume --out run --model slow_file:make_model --data slow_file:make_data",
         err.splitlines()[-1],
     )
     assert found, err
@@ -735,7 +733,7 @@ def test_a_run_that_is_interrupted_in_mid_epoch_saves_a_checkpoint_and_says_how_
     assert bits(answer) == bits(whole)
 
 
-def test_the_command_that_an_interrupted_run_names_goes_on_with_it(lockstep, tiny, tmp_path):
+def test_the_command_that_an_interrupted_run_names_resumes_it(lockstep, tiny, tmp_path):
     settings = ("train", "--data", tiny, "--batch-size", 2, "--shards", 2, "--epochs", 2, "--lr", 0.01)
     with started(tmp_path, *settings, "--devices", 2, "--out", "a run") as process:
         assert any(line.startswith("epoch 1/2") for line in process.stderr)
@@ -743,7 +741,7 @@ def test_the_command_that_an_interrupted_run_names_goes_on_with_it(lockstep, tin
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    program, *arguments = shlex.split(err.splitlines()[-1].partition("Go on with: ")[2])
+    program, *arguments = shlex.split(err.splitlines()[-1].partition("Resume with: ")[2])
     assert program == "lockstep"
     answer = lockstep(*arguments, "--devices", 1, "--json")
     assert answer.status == 0, answer.err
@@ -757,7 +755,7 @@ def test_an_interrupted_run_without_checkpoints_says_so(own, tmp_path):
         _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert "--resume" not in err
-    assert "The metrics are in run. To begin anew, remove it or choose another --out." in err
+    assert "The metrics are in run. To start over, remove it or choose another --out." in err
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
@@ -795,9 +793,7 @@ def mounted(folder, *arguments):
 
 
 @pytest.mark.parametrize("every", [2, 6])
-def test_a_full_disk_ends_the_run_in_a_sentence_and_the_last_checkpoint_goes_on_elsewhere(
-    lockstep, few, tmp_path, every
-):
+def test_a_full_disk_ends_the_run_in_a_sentence_and_it_can_be_resumed_elsewhere(lockstep, few, tmp_path, every):
     """Every checkpoint has half a megabyte, and so have the weights; two fit."""
     settings = ("train", "--data", few, *FEW, "--epochs", 4, "--checkpoint-every", every)
     whole = lockstep(*settings, "--devices", 1, "--json")
@@ -818,7 +814,7 @@ def test_a_full_disk_ends_the_run_in_a_sentence_and_the_last_checkpoint_goes_on_
         shutil.copytree(disk / "run", tmp_path / "elsewhere")
     answer = lockstep("train", "--resume", "--out", "elsewhere", "--devices", 2, "--json")
     assert answer.status == 0, answer.err
-    assert f"going on after step {2 * every}" in answer.err
+    assert f"continuing after step {2 * every}" in answer.err
     assert bits(answer) == bits(whole)
 
 
@@ -836,7 +832,7 @@ def test_a_folder_of_checkpoints_that_cannot_be_written_to_ends_the_run_in_a_sen
     assert bits(lockstep("train", "--resume", "--out", "run", "--devices", 1, "--json")) == begun[1]
 
 
-def test_a_file_in_the_place_of_the_checkpoints_ends_the_run_in_a_sentence(lockstep, run):
+def test_a_file_called_checkpoints_ends_the_run_in_a_sentence(lockstep, run):
     shutil.rmtree(run / "checkpoints")
     (run / "checkpoints").write_text("mine")
     answer = lockstep("train", "--resume", "--out", "run", "--devices", 1)

@@ -1,4 +1,4 @@
-"""`--compile`: the model as code of its own, with bits of its own, the same for every number of devices."""
+"""`--compile`: other bits, but the same for every number of devices."""
 
 import json
 import shutil
@@ -24,6 +24,7 @@ print(json.dumps([[result.weights_sha256, result.first_loss, result.seconds_per_
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for a CPU needs g++")
 def test_every_number_of_devices_gives_the_same_weights():
     """In a process of its own: a compiler leaves threads behind."""
@@ -31,10 +32,10 @@ def test_every_number_of_devices_gives_the_same_weights():
     one, two, plain = json.loads(done.stdout)
     assert one[:2] == two[:2]
     assert one[1] == pytest.approx(plain[1], rel=1e-5)
-    assert two[2] < 60  # the seconds of an epoch are without those in which it was compiled
+    assert two[2] < 60  # without the time of compilation
 
 
-def test_what_cannot_be_compiled_is_refused_before_anything_starts():
+def test_models_that_cannot_be_compiled_are_refused_before_anything_starts():
     dropout = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(784, 10))
     with pytest.raises(ConfigError, match=r"The model draws random numbers \(dropout\?\)"):
         lockstep.train(**HOW, model=dropout)
@@ -45,7 +46,7 @@ def test_what_cannot_be_compiled_is_refused_before_anything_starts():
 
 
 def test_tf32_is_for_gpus():
-    with pytest.raises(ConfigError, match="tf32 is a way of NVIDIA's GPUs"):
+    with pytest.raises(ConfigError, match="tf32 is an arithmetic of NVIDIA GPUs"):
         lockstep.train(
             data="fashion-mnist-mini",
             model=nn.Sequential(nn.Flatten(), nn.Linear(784, 10)),

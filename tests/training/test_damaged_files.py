@@ -1,4 +1,4 @@
-"""CorruptData checkpoints and data files, a thousand of each, through the command: a sentence, and nothing is touched."""
+"""Damaged checkpoints and data files, from the command line: each is refused in a sentence, and nothing is touched."""
 
 import gzip
 import hashlib
@@ -74,7 +74,7 @@ NUMBERS = st.integers(0, 2**32 - 1).map(lambda number: number * 2_654_435_761 % 
 
 @st.composite
 def damaged(draw, content, fields=()):
-    """`content`, damaged in one or two ways. `fields` are places where four bytes of its header say a length."""
+    """`content`, damaged in one or two ways. `fields` are offsets of four-byte lengths in its header."""
     for _ in range(draw(st.sampled_from([1, 1, 1, 2]))):
         content = draw(damaged_once(content, fields))
     return content
@@ -85,10 +85,10 @@ def damaged_once(draw, content, fields):
     if not content:
         return draw(st.binary(max_size=40))
     size = len(content)
-    place, length = draw(NUMBERS) % size, 1 + draw(NUMBERS) % min(size, 64)
+    at, length = draw(NUMBERS) % size, 1 + draw(NUMBERS) % min(size, 64)
     match draw(st.sampled_from(KINDS)):
         case "truncated":
-            return content[: draw(st.sampled_from([0, 1, 7, 8, 9, size - 1, place, place, place]))]
+            return content[: draw(st.sampled_from([0, 1, 7, 8, 9, size - 1, at, at, at]))]
         case "bits flipped":
             spoilt = bytearray(content)
             for _ in range(draw(st.sampled_from([1, 1, 2, 8]))):
@@ -96,9 +96,9 @@ def damaged_once(draw, content, fields):
             return bytes(spoilt)
         case "bytes replaced":
             other = draw(st.binary(min_size=1, max_size=8))
-            return (content[:place] + other + content[place + len(other) :])[:size]
+            return (content[:at] + other + content[at + len(other) :])[:size]
         case "block zeroed":
-            return (content[:place] + bytes(length) + content[place + length :])[:size]
+            return (content[:at] + bytes(length) + content[at + length :])[:size]
         case "blocks swapped":
             length = min(length, size // 2)
             first, second = sorted((draw(NUMBERS) % (size - length + 1), draw(NUMBERS) % (size - length + 1)))
@@ -108,14 +108,14 @@ def damaged_once(draw, content, fields):
         case "bytes appended":
             return content + draw(st.binary(min_size=1, max_size=40) | st.just(bytes(8)) | st.just(content))
         case "bytes inserted":
-            return content[:place] + draw(st.binary(min_size=1, max_size=40)) + content[place:]
+            return content[:at] + draw(st.binary(min_size=1, max_size=40)) + content[at:]
         case "block removed":
-            return content[:place] + content[place + length :]
+            return content[:at] + content[at + length :]
         case "length changed":
-            at = draw(st.sampled_from(fields)) if fields else place
+            at = draw(st.sampled_from(fields)) if fields else at
             number = draw(st.integers(0, 2**32 - 1) | st.integers(0, 2 * size))
             return (content[:at] + struct.pack(draw(st.sampled_from("<>")) + "I", number) + content[at + 4 :])[:size]
-    raise AssertionError("a kind of damage that there is not")
+    raise AssertionError("not one of KINDS")
 
 
 # --- the files
@@ -181,7 +181,7 @@ def files(tmp_path_factory):
 
 
 def train(files, name, content):
-    """The answer of a run with one of the files as `content`; the others of Fashion-MNIST are as they should be."""
+    """The answer of a run with `content` as one of the files; the others of Fashion-MNIST are correct."""
     shutil.rmtree(files.folder / "run", ignore_errors=True)
     path = path_of(files, name)
     path.parent.mkdir(exist_ok=True)
@@ -202,8 +202,8 @@ def path_of(files, name):
     return files.folder / "data" / name
 
 
-def means_the_same(name, content, good):
-    """Whether others read the same numbers from a damaged file: zip and gzip files have bytes that mean nothing."""
+def has_the_same_data(name, content, good):
+    """Whether other readers get the same data from a damaged file: zip and gzip files have bytes without meaning."""
     try:
         if name.endswith(".gz"):
             return gzip.decompress(content) == gzip.decompress(good)
@@ -217,7 +217,7 @@ def means_the_same(name, content, good):
                 found[part].dtype == array.dtype and np.array_equal(found[part], array)
                 for part, array in expected.items()
             )
-    except Exception:  # whatever it is that others say
+    except Exception:  # whatever the other reader raises
         return False
 
 
@@ -226,41 +226,56 @@ FIELDS = {".npz": (14, 18, 22), ".gz": (-8, -4), "": (4, 8, 12)}  # checksum and
 
 @st.composite
 def data_files(draw, files):
-    """The name of one of the files, and what damage made of it."""
+    """The name of one of the files, and its damaged content."""
     name = draw(st.sampled_from(sorted(files.contents)) | st.sampled_from(["stored.npz", "compressed.npz"]))
     content = files.contents[name]
     fields = tuple(at % len(content) for at in FIELDS[Path(name).suffix])
     return name, draw(damaged(content, fields))
 
 
+def examples(number):
+    """Settings for a test with this many damaged files."""
+    return settings(max_examples=number, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+
+
 @given(data=st.data())
-@settings(max_examples=1000, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-def test_a_thousand_damaged_data_files_give_a_sentence_or_the_very_numbers_that_were_there(files, data):
-    name, content = data.draw(data_files(files))
+@examples(60)
+def test_damaged_data_files_are_refused_or_hold_the_same_data(files, data):
+    check_damaged_data_file(files, *data.draw(data_files(files)))
+
+
+@pytest.mark.long
+@given(data=st.data())
+@examples(1000)
+def test_a_thousand_damaged_data_files_are_refused_or_hold_the_same_data(files, data):
+    check_damaged_data_file(files, *data.draw(data_files(files)))
+
+
+def check_damaged_data_file(files, name, content):
     assume(content != files.contents[name])
     answer = train(files, name, content)
-    if answer[0] == 0:  # a zip file may begin with bytes of something else, which not every reader puts up with
+    if answer[0] == 0:  # a zip file may start with other bytes, which not every reader accepts
         assert json.loads((files.folder / "run" / "config.json").read_text())["data_sha256"] == files.data_sha256
         assert json.loads(answer[1])["weights_sha256"] == files.weights_sha256[files.form(name)]
     else:
-        assert not means_the_same(name, content, files.contents[name]), answer[2]
+        assert not has_the_same_data(name, content, files.contents[name]), answer[2]
         check_refused(answer, path_of(files, name))
         assert not (files.folder / "run").exists()
         assert path_of(files, name).read_bytes() == content
     assert not (files.folder / "runs").exists()
 
 
-def test_bytes_of_a_zip_file_that_mean_nothing_are_no_damage(files):
-    """The time of a member, say: so the test above has both cases."""
+def test_bytes_of_a_zip_file_without_meaning_are_no_damage(files):
+    """Like the time of a member: so the test above has both cases."""
     spoilt = bytearray(files.contents["stored.npz"])
     spoilt[10] ^= 1
-    assert means_the_same("stored.npz", bytes(spoilt), files.contents["stored.npz"])
+    assert has_the_same_data("stored.npz", bytes(spoilt), files.contents["stored.npz"])
     assert train(files, "stored.npz", bytes(spoilt))[0] == 0
 
 
 @pytest.mark.parametrize("is_checksum_right", [False, True])
-def test_an_array_that_ends_before_its_member_does_is_refused(files, is_checksum_right):
-    """The checksum is compared at the end, and who does not read that far does not see that it is wrong."""
+def test_an_array_that_is_shorter_than_its_zip_member_is_refused(files, is_checksum_right):
+    """The checksum is compared at the end of the member, which a reader of the array does not reach."""
     X, y = np.zeros((1500, 8, 8), np.uint8), np.arange(1500) % 4  # more than is read ahead
     good = as_npz(np.savez, {"X_train": X, "y_train": y, "X_test": X[:4], "y_test": y[:4]})
     spoilt = good.replace(b"'<i8'", b"'<i4'", 1)  # half of the bytes are read: 0, 0, 1, 0, 2, ...
@@ -304,46 +319,56 @@ def good(begun):
 
 
 @given(data=st.data())
-@settings(max_examples=1000, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-def test_a_thousand_damaged_checkpoints_give_a_sentence_and_nothing_is_touched(files, begun, good, data):
+@examples(60)
+def test_damaged_checkpoints_are_refused_and_nothing_is_touched(files, begun, good, data):
+    check_damaged_checkpoint(files, begun, good, data.draw(damaged(good, (0, 4))))
+
+
+@pytest.mark.long
+@given(data=st.data())
+@examples(1000)
+def test_a_thousand_damaged_checkpoints_are_refused_and_nothing_is_touched(files, begun, good, data):
+    check_damaged_checkpoint(files, begun, good, data.draw(damaged(good, (0, 4))))
+
+
+def check_damaged_checkpoint(files, begun, good, content):
     folder, path, _ = begun
-    content = data.draw(damaged(good, (0, 4)))
     assume(content != good)
     path.write_bytes(content)
     before = snapshot(folder)
     answer = resume(files, folder)
     check_refused(answer, path)
     assert f"{path} is damaged: " in answer[2]
-    assert "There is no other checkpoint to go on from. To begin anew, choose another --out." in answer[2]
+    assert "There is no other checkpoint to resume from. To start over, choose another --out." in answer[2]
     assert snapshot(folder) == before
 
 
-def test_the_checkpoint_that_was_damaged_a_thousand_times_is_a_good_one(files, begun, good, tmp_path):
+def test_the_checkpoint_that_is_damaged_above_is_a_good_one(files, begun, good, tmp_path):
     folder, path, expected = begun
     path.write_bytes(good)
     copied = Path(shutil.copytree(folder, tmp_path / "run"))
     status, out, err = resume(files, copied)
     assert status == 0, err
-    assert "going on after step 4" in err
+    assert "continuing after step 4" in err
     assert json.loads(out)["weights_sha256"] == expected
 
 
-# --- what the damage is like
+# --- the damage itself
 
 
-def test_every_kind_of_damage_is_tried_at_every_place_of_a_file():
-    """Otherwise a thousand files could be a thousand times the same."""
+def test_all_kinds_of_damage_are_tried_all_over_a_file():
+    """Otherwise a thousand files could all be the same."""
     content = bytes(range(256)) * 4
-    seen, places, lengths = Counter(), set(), set()
+    seen, offsets, lengths = Counter(), set(), set()
 
     @given(damaged(content))
     @settings(max_examples=300, database=None)
     def look(found):
         seen["shorter" if len(found) < 1024 else "longer" if len(found) > 1024 else "as long"] += 1
-        places.add(next((at for at, (a, b) in enumerate(zip(found, content, strict=False)) if a != b), 1024) // 64)
+        offsets.add(next((at for at, (a, b) in enumerate(zip(found, content, strict=False)) if a != b), 1024) // 64)
         lengths.add(len(found))
 
     look()
     assert min(seen.values()) > 20
-    assert {*range(16)} <= places
+    assert {*range(16)} <= offsets
     assert 0 in lengths

@@ -1,4 +1,4 @@
-"""Replicas that are not equal any more: found by hash, named, and restored from the others if that is asked."""
+"""Replicas that differ are found by hash and named; with `heal` the run goes back to where they were equal."""
 
 import os
 import re
@@ -25,8 +25,8 @@ def model():
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
 
 
-def failing_device(place, in_step=5, flips=1):
-    """An optimizer under which a bit of the last layer flips in one step, on the first devices to get there."""
+def failing_device(folder, in_step=5, flips=1):
+    """An optimizer that flips a bit of the last layer in one step, on the first `flips` devices to get there."""
 
     class Flips(torch.optim.SGD):
         def __init__(self, params):
@@ -39,7 +39,7 @@ def failing_device(place, in_step=5, flips=1):
             if self.num_steps == in_step:
                 for number in range(flips):
                     try:
-                        os.close(os.open(place / f"flipped-{number}", os.O_CREAT | os.O_EXCL))
+                        os.close(os.open(folder / f"flipped-{number}", os.O_CREAT | os.O_EXCL))
                     except FileExistsError:
                         continue
                     weight = self.param_groups[0]["params"][-2]
@@ -94,13 +94,13 @@ def test_healing_goes_back_to_where_all_were_equal(vectors, tmp_path, engine, ca
     )
     assert (tmp_path / "flipped-0").exists()
     assert (result.weights_sha256, result.buffers_sha256) == (healthy.weights_sha256, healthy.buffers_sha256)
-    said = capfd.readouterr().err
-    assert re.search(r"step 6: a replica is not equal to the others any more: rank \d \(cpu:\d\), first in 3", said)
-    assert "Going back to step 3, where all were equal" in said
+    err = capfd.readouterr().err
+    assert re.search(r"step 6: a replica is not equal to the others any more: rank \d \(cpu:\d\), first in 3", err)
+    assert "Going back to step 3, where all were equal" in err
     assert '"event": "healed"' in (tmp_path / "run" / "metrics.jsonl").read_text()
 
 
-def test_two_replicas_cannot_say_who_is_right_but_can_go_back(vectors, tmp_path):
+def test_two_replicas_have_no_majority_but_can_go_back(vectors, tmp_path):
     with pytest.raises(LockstepError, match=r"step 5: the replicas are not equal any more: rank 1 \(cpu:1\), first in"):
         lockstep.train(model=model(), data=vectors, devices=2, optimizer=failing_device(tmp_path), check_every=1, **HOW)
     module = model()
@@ -112,7 +112,7 @@ def test_two_replicas_cannot_say_who_is_right_but_can_go_back(vectors, tmp_path)
     assert healed.weights_sha256 == healthy.weights_sha256
 
 
-def test_what_fails_again_and_again_is_not_healed_for_ever(vectors):
+def test_a_device_that_fails_again_and_again_ends_the_run(vectors):
     class Fails(torch.optim.SGD):
         def __init__(self, params):
             super().__init__(params, lr=0.1)
@@ -126,8 +126,8 @@ def test_what_fails_again_and_again_is_not_healed_for_ever(vectors):
         lockstep.train(model=model(), data=vectors, devices=3, optimizer=Fails, check_every=1, heal=True, **HOW)
 
 
-def test_most_of_them_decide(vectors, tmp_path):
-    """Of four, two differ, each in its own way: the other two are not more than half."""
+def test_two_of_four_are_no_majority(vectors, tmp_path):
+    """Of four, two differ, each in another bit: the other two are not more than half."""
     with pytest.raises(LockstepError, match="the replicas are not equal any more"):
         lockstep.train(
             model=model(), data=vectors, devices=4, optimizer=failing_device(tmp_path, flips=2), check_every=1, **HOW
@@ -135,7 +135,7 @@ def test_most_of_them_decide(vectors, tmp_path):
 
 
 def test_a_replica_that_has_drifted_is_never_saved(vectors, tmp_path):
-    """Also where comparing was not asked for: the last checkpoint is one of equal replicas."""
+    """Also with check_every=0: the last checkpoint is one of equal replicas."""
     with pytest.raises(LockstepError, match="step 6"):
         lockstep.train(
             model=model(),
@@ -150,7 +150,7 @@ def test_a_replica_that_has_drifted_is_never_saved(vectors, tmp_path):
     assert sorted(os.listdir(tmp_path / "run" / "checkpoints"))[-1] == "step-000004.safetensors"
 
 
-def test_without_comparing_nothing_is_said(vectors, tmp_path):
+def test_check_every_0_compares_nothing(vectors, tmp_path):
     lockstep.train(
         model=model(), data=vectors, devices=3, optimizer=failing_device(tmp_path), check_every=0, **HOW
     )  # fmt: skip
@@ -162,11 +162,11 @@ def test_a_checksum_sees_every_bit(dtype):
     tensor = torch.rand(7, 3).mul(5).to(dtype)
     assert checksum(tensor) == checksum(tensor.clone())
     octets = tensor.view(torch.uint8)
-    for place in range(octets.numel()):
+    for number in range(octets.numel()):
         for bit in (1, 128):
-            octets.view(-1)[place] ^= bit
+            octets.view(-1)[number] ^= bit
             changed = checksum(tensor)
-            octets.view(-1)[place] ^= bit
+            octets.view(-1)[number] ^= bit
             assert changed != checksum(tensor)
     assert checksum(tensor[::2]) == checksum(tensor[::2].clone())
     assert checksum(torch.zeros(())) == 0

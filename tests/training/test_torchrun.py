@@ -1,4 +1,4 @@
-"""A run whose processes torchrun started: the same bits, one result, and one sentence when something is wrong."""
+"""A run whose processes torchrun started: the same bits, one result, and one error message when something is wrong."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import pytest
 import lockstep as package
 from lockstep.config import RunConfig
 from lockstep.core.errors import ConfigError, PeerFailure
-from lockstep.core.torchrun_env import Place, torchrun_env, prints_result
+from lockstep.core.torchrun_env import TorchrunEnv, prints_result, torchrun_env
 
 pytest.importorskip("torch", reason="torchrun belongs to PyTorch, which is not installed.")
 
@@ -75,10 +75,10 @@ if __name__ == "__main__":
 def started_with(mark):
     """The processes, by id, that have `mark` in their environment: whatever was started, also if its parent is gone."""
     found = []
-    for place in Path("/proc").glob("[0-9]*"):
+    for process in Path("/proc").glob("[0-9]*"):
         try:
-            if mark.encode() in (place / "environ").read_bytes():
-                found.append(int(place.name))
+            if mark.encode() in (process / "environ").read_bytes():
+                found.append(int(process.name))
         except OSError:  # it has ended
             pass
     return found
@@ -114,7 +114,7 @@ def torchrun(tmp_path, monkeypatch):
 
 
 def sentences(err):
-    """What lockstep itself said last."""
+    """The error messages of lockstep itself."""
     return [line for line in err.splitlines() if line.startswith("lockstep: ")]
 
 
@@ -181,11 +181,11 @@ def test_an_error_in_the_users_model_on_one_rank_is_shown_once(torchrun, tmp_pat
     lines = done.stderr.splitlines()
     assert lines.count("ValueError: this rank cannot") == 1
     assert done.stderr.count(f'File "{tmp_path}/own_file.py", line {line}, in forward') == 1
-    assert f"{os.sep}lockstep{os.sep}engines" not in done.stderr, "only the user's own part of the traceback"
+    assert f"{os.sep}lockstep{os.sep}runtime" not in done.stderr, "only the user's own part of the traceback"
 
 
-def test_a_run_that_torchrun_restarts_goes_on_after_its_last_checkpoint(torchrun, own, tmp_path):
-    """Rank 0 is killed, which writes the checkpoints; torchrun then starts all of them anew."""
+def test_a_run_that_torchrun_restarts_continues_after_its_last_checkpoint(torchrun, own, tmp_path):
+    """Rank 0, which writes the checkpoints, is killed; torchrun then restarts all of them."""
     done = torchrun(
         2,
         *("-m", "lockstep", "train", *MINE, "--out", "run", "--checkpoint-every", 2, "--json"),
@@ -198,22 +198,22 @@ def test_a_run_that_torchrun_restarts_goes_on_after_its_last_checkpoint(torchrun
     started = [event for event in events if event["event"] in ("started", "resumed")]
     assert [event["event"] for event in started] == ["started", "resumed"]
     assert started[1]["step"] == 4, "the sixth step was under way when it was killed"
-    assert done.stderr.count("going on after step 4") == 1
+    assert done.stderr.count("continuing after step 4") == 1
     assert [event["epoch"] for event in events if event["event"] == "epoch"][-1] == 4
     assert events[-1]["event"] == "done"
-    assert 'lockstep/torchrun.py", line' not in done.stderr
+    assert 'lockstep/training/torchrun.py", line' not in done.stderr
 
 
 WRONG = {
     "--devices 3": "torchrun has started 2 processes, 2 of them on this machine, and --devices is 3. Leave it out",
-    "--lr 0": "The learning rate 0.0 does not train.",
+    "--lr 0": "learning rate must be more than 0, got 0.0 (--lr).",
     "--lrate 1": "No such option: --lrate",
     "--out full": "full is not empty",  # only the rank that writes there finds out
 }
 
 
 @pytest.mark.parametrize("arguments", WRONG)
-def test_what_cannot_be_is_said_by_one_rank_and_ends_all_of_them(torchrun, few, tmp_path, arguments):
+def test_wrong_settings_are_reported_by_one_rank_and_end_all_of_them(torchrun, few, tmp_path, arguments):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     done = torchrun(2, "-m", "lockstep", "train", "--data", few, "--batch-size", 8, *arguments.split())
@@ -227,7 +227,7 @@ def test_what_cannot_be_is_said_by_one_rank_and_ends_all_of_them(torchrun, few, 
 
 
 def test_ranks_that_have_other_data_than_the_others_are_refused(torchrun, tmp_path):
-    """On several machines, files of one name may differ: the hash would be that of no run, and nobody would know."""
+    """On several machines, files of one name may differ, and the hash would be that of no run."""
     done = torchrun(2, "script.py", OTHER_DATA="1")
     assert done.returncode != 0, "it trained each shard on the data of its rank"
     assert "ConfigError: " in done.stderr
@@ -235,12 +235,12 @@ def test_ranks_that_have_other_data_than_the_others_are_refused(torchrun, tmp_pa
     assert not list(tmp_path.glob("result-*.json"))
 
 
-# --------------------------------------------------------------------------------------- what torchrun's variables say
+# --------------------------------------------------------------------------------------- the environment of torchrun
 
 
 @pytest.fixture
 def environment(monkeypatch):
-    """Sets what torchrun sets; without arguments, nothing of it is there."""
+    """Sets the variables of torchrun to `values`; without arguments, none is set."""
 
     def set_to(**values):
         for name in {*os.environ}:
@@ -266,7 +266,7 @@ THIRD_OF_FOUR = {
 }
 
 
-def test_a_process_that_torchrun_did_not_start_has_no_place(environment):
+def test_a_process_that_torchrun_did_not_start_has_no_environment(environment):
     assert torchrun_env() is None
     assert prints_result()
 
@@ -278,31 +278,31 @@ def test_other_launchers_variables_do_not_make_a_torchrun(environment, missing):
     assert prints_result()
 
 
-def test_a_place_is_read_from_the_environment(environment):
+def test_rank_size_and_address_are_read_from_the_environment(environment):
     environment(**THIRD_OF_FOUR)
-    place = torchrun_env()
-    assert place is not None
-    assert (place.rank, place.size, place.local_rank, place.local_size) == (2, 4, 0, 2)
-    assert (place.host, place.port) == ("10.0.0.1", 29400)
-    assert not place.is_restarted
+    env = torchrun_env()
+    assert env is not None
+    assert (env.rank, env.size, env.local_rank, env.local_size) == (2, 4, 0, 2)
+    assert (env.host, env.port) == ("10.0.0.1", 29400)
+    assert not env.is_restarted
 
 
-def test_only_rank_0_says_the_result(environment):
+def test_only_rank_0_prints_the_result(environment):
     environment(**THIRD_OF_FOUR)
     assert not prints_result()
     environment(**{**THIRD_OF_FOUR, "RANK": "0"})
     assert prints_result()
 
 
-def test_one_start_of_all_processes_is_told_from_the_next(environment):
-    """They meet in a store that outlives them: what the last ones left there must not be taken for their own."""
+def test_each_start_of_all_processes_has_its_own_name(environment):
+    """The store outlives them: what an earlier start left there must not be read by the next."""
     attempts = set()
     for changes in ({}, {"TORCHELASTIC_RESTART_COUNT": "1"}, {"TORCHELASTIC_RUN_ID": "abd"}, {"WORLD_SIZE": "3"}):
         environment(**{**THIRD_OF_FOUR, **changes})
-        place = torchrun_env()
-        assert place is not None
-        assert place.is_restarted == ("TORCHELASTIC_RESTART_COUNT" in changes)
-        attempts.add(place.attempt)
+        env = torchrun_env()
+        assert env is not None
+        assert env.is_restarted == ("TORCHELASTIC_RESTART_COUNT" in changes)
+        attempts.add(env.attempt)
     assert len(attempts) == 4
 
 
@@ -312,25 +312,25 @@ def test_one_start_of_all_processes_is_told_from_the_next(environment):
 @pytest.fixture
 def store():
     """A store with nothing in it."""
-    from lockstep.runtime.process_group import join_store, serve_store
+    from lockstep.runtime.store import join_store, serve_store
 
     kept, port, _ = serve_store()
     yield join_store("127.0.0.1", port, 1.0)
     del kept
 
 
-def place_of_rank(rank, size, local_rank, local_size):
-    return Place(rank, size, local_rank, local_size, "127.0.0.1", 1, "abc", False)
+def env_of_rank(rank, size, local_rank, local_size):
+    return TorchrunEnv(rank, size, local_rank, local_size, "127.0.0.1", 1, "abc", False)
 
 
 @pytest.mark.parametrize("devices", [None, 4, "4", "cpu:0,cpu:1"])
-def test_every_rank_takes_the_device_of_its_place_on_its_machine(store, devices):
+def test_every_rank_takes_the_device_of_its_local_rank(store, devices):
     from lockstep.training.torchrun import devices_of_all
 
     for rank in (0, 1, 2):
         store.set(f"device/{rank}", f"cpu:{rank % 2}")
     config = RunConfig(devices=devices, timeout=1)
-    assert devices_of_all(config, place_of_rank(3, 4, 1, 2), store) == ["cpu:0", "cpu:1", "cpu:0", "cpu:1"]
+    assert devices_of_all(config, env_of_rank(3, 4, 1, 2), store) == ["cpu:0", "cpu:1", "cpu:0", "cpu:1"]
     assert store.get("device/3") == b"cpu:1"
 
 
@@ -339,11 +339,11 @@ def test_devices_of_two_kinds_are_refused(store):
 
     store.set("device/1", "cuda:0")
     with pytest.raises(ConfigError, match="devices of two kinds, cpu:0, cuda:0: their kernels round differently"):
-        devices_of_all(RunConfig(devices="cpu:0", timeout=1), place_of_rank(0, 2, 0, 1), store)
+        devices_of_all(RunConfig(devices="cpu:0", timeout=1), env_of_rank(0, 2, 0, 1), store)
 
 
-def test_a_rank_that_never_comes_is_an_error_that_can_be_put_into_a_sentence(store):
+def test_a_rank_that_never_starts_is_a_peer_failure(store):
     from lockstep.training.torchrun import devices_of_all
 
     with pytest.raises(PeerFailure):
-        devices_of_all(RunConfig(devices=2, timeout=1), place_of_rank(0, 2, 0, 2), store)
+        devices_of_all(RunConfig(devices=2, timeout=1), env_of_rank(0, 2, 0, 2), store)

@@ -1,4 +1,4 @@
-"""With which framework: a table of names, each loaded when it is first asked for."""
+"""The table of backends, each imported when it is first used, and the devices that each one sees."""
 
 import importlib
 import importlib.util
@@ -21,7 +21,7 @@ from lockstep.backends.protocol import (
     Tensor,
 )
 from lockstep.core.device import MAX_DEVICES, Device, check_devices, choose_devices
-from lockstep.core.errors import BackendError, ConfigError
+from lockstep.core.errors import BackendError, ConfigError, first_line
 from lockstep.core.registry import pick
 
 __all__ = [
@@ -41,12 +41,12 @@ __all__ = [
     "devices_for",
     "is_installed",
     "load_backend",
-    "peak_memory",
     "named_devices",
+    "peak_memory",
     "reset_peak_memory",
 ]
 
-# The name is that of the framework's package and of the file beside this one -> how to install it.
+# The framework's package, which is also the name of its file beside this one -> how to install it.
 BACKENDS = {
     "torch": "pip install torch",
     "paddle": "pip install paddlepaddle setuptools",
@@ -55,7 +55,7 @@ BACKENDS = {
     "numpy": "pip install numpy",
 }
 DEFAULT_BACKEND = "torch"
-_LOADED: dict[str, Backend] = {}  # what `load_backend` has given: a compiler can look this up
+_LOADED: dict[str, Backend] = {}  # results of `load_backend`, for `backend_of` in compiled code
 
 
 @cache
@@ -63,28 +63,26 @@ def load_backend(name: str) -> Backend:
     """The backend called `name`; the error says how to install a framework that is missing, broken or too old."""
     command = pick(BACKENDS, name, "backend")
     try:
-        with warnings.catch_warnings(action="ignore"):  # what a framework says about itself is not about the run
+        with warnings.catch_warnings(action="ignore"):  # a framework's own warnings are not about the run
             backend: Backend = importlib.import_module(f"lockstep.backends.{name}").BACKEND
     except Exception as problem:  # a framework may fail in any way when it is imported
+        what = f"needs the package {name}, which is not installed"
         if is_installed(name):
-            first_line = (str(problem).splitlines() or [""])[0]
-            what = f"cannot be used: importing {name} fails with {type(problem).__name__}: {first_line.rstrip('.')}"
-        else:
-            what = f"needs the package {name}, which is not installed"
+            what = f"cannot be used: importing {name} fails with {type(problem).__name__}: {first_line(problem)}"
         others = ", ".join(other for other in BACKENDS if other != name and is_installed(other))
         raise BackendError(
             f"The backend {name!r} {what}. Install it: {command}; or use what is here (--backend, backend=...): "
             f"{others}."
         ) from problem
-    if tuple(map(int, re.findall(r"\d+", backend.version())[: len(backend.oldest)])) < backend.oldest:
-        oldest = ".".join(map(str, backend.oldest))
-        raise BackendError(f"{name} {backend.version()} is too old for Lockstep. Install {oldest} or newer.")
+    if tuple(map(int, re.findall(r"\d+", backend.version())[: len(backend.min_version)])) < backend.min_version:
+        needed = ".".join(map(str, backend.min_version))
+        raise BackendError(f"{name} {backend.version()} is too old for Lockstep. Install {needed} or newer.")
     _LOADED[name] = backend
     return backend
 
 
 def is_installed(name: str) -> bool:
-    """Whether the framework's package is on this machine; it is not imported."""
+    """Whether the framework's package is installed; it is not imported."""
     return importlib.util.find_spec(name) is not None
 
 
@@ -119,10 +117,9 @@ def backend_of_all(tensors: Sequence[Any]) -> Backend:
 
 
 def devices_for(backend: Backend, wanted: int | str | list[str] | None, at_most: int = MAX_DEVICES) -> list[Device]:
-    """The devices that `wanted` means on this machine.
+    """The devices that `wanted` means on this machine (see `choose_devices`).
 
-    A number means that many GPUs if there are that many, else that many logical CPU devices; a list names them one by
-    one. Nothing means all GPUs, else a logical CPU device for each core, but `at_most` so many.
+    None means all GPUs, or else a logical CPU device for each core, but no more than `at_most`.
     """
     gpus = _gpus(backend)
     if wanted is None:
@@ -131,14 +128,14 @@ def devices_for(backend: Backend, wanted: int | str | list[str] | None, at_most:
 
 
 def reset_peak_memory(backend: Backend, devices: Sequence[Device]) -> None:
-    """Begins to count anew what `peak_memory` says."""
+    """Starts a new measurement of `peak_memory`."""
     peak_of_process(reset=True)
     for gpu in {device for device in devices if device.kind == "cuda"}:
         backend.peak_gpu_memory(gpu, reset=True)
 
 
 def peak_memory(backend: Backend, devices: Sequence[Device]) -> dict[str, int]:
-    """The most bytes that each GPU had in use, or the whole process where the devices are logical ones of the CPU."""
+    """Peak bytes in use on each GPU; of the whole process where the devices are logical CPU devices."""
     gpus = dict.fromkeys(device for device in devices if device.kind == "cuda")
     if not gpus:
         return {"cpu": peak_of_process()}
@@ -147,7 +144,7 @@ def peak_memory(backend: Backend, devices: Sequence[Device]) -> dict[str, int]:
 
 
 def named_devices(backend: Backend, names: Sequence[str]) -> list[Device]:
-    """Named devices, once they were found to be there. Here `cpu` may stand more than once, as in the text."""
+    """The devices called `names`, which must exist on this machine; `cpu` may be listed twice, as in the text."""
     if isinstance(names, str) or not isinstance(names, Sequence):
         raise ConfigError(f"{names!r} is not a list of devices. Give one like ['cpu:0', 'cpu:1'], or devices(2).")
     found = [Device(name) for name in names]

@@ -1,4 +1,4 @@
-"""What the CPU is, and how much memory the process took, for every backend alike."""
+"""The CPU, the peak memory of the process, and pinning of threads, for every backend."""
 
 import os
 import platform
@@ -10,14 +10,14 @@ from lockstep.core.device import Device, Hardware
 
 
 def cpu() -> Hardware:
-    """The CPU of this machine: its name, its memory and the cores that this process may use."""
+    """The CPU: its name, its memory and the cores that this process may use."""
     num_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     usable = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))  # Linux only
     return Hardware(Device("cpu:0"), _name(), num_bytes, len(usable(0)))
 
 
 def peak_of_process(reset: bool = False) -> int:
-    """The most memory in bytes that this process has had, since the last `reset` where the system can do that."""
+    """Peak memory of this process in bytes; since the last `reset` where the system can reset it."""
     try:
         if reset:
             Path("/proc/self/clear_refs").write_text("5")
@@ -37,9 +37,9 @@ def _name() -> str:
 
 
 def pin_to_core(number: int, num_threads: int) -> None:
-    """Keeps the calling thread on a core of its own, if `num_threads` of its kind take up all cores of this process.
+    """Pins the calling thread to one core, if `num_threads` threads like it use all cores of this process.
 
-    With cores to spare it stays free to move: another program may have the one that it would be kept on.
+    With cores to spare it is not pinned: another program may be using that core.
     """
     if not hasattr(os, "sched_setaffinity"):
         return

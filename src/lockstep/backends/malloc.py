@@ -1,7 +1,7 @@
-"""Memory that a shard frees is kept for the next one: giving it back and getting it again is a page fault for each 4 kB.
+"""glibc's malloc keeps the memory that a shard frees for the next one, which saves a page fault for each 4 kB.
 
-Set for glibc's malloc, and put back to what the environment says, or else to glibc's defaults: it cannot be asked what
-it was. (glibc's own adjustment of the mmap threshold stays off once any of these was set.)
+The settings cannot be read, so afterwards they are those of the environment, or else glibc's defaults. (glibc's dynamic
+mmap threshold stays off once any of them was set.)
 """
 
 import contextlib
@@ -16,7 +16,7 @@ MB = 1 << 20
 
 
 class Setting(NamedTuple):
-    """One of mallopt's parameters."""
+    """A parameter of mallopt."""
 
     number: int
     name: str  # in GLIBC_TUNABLES; MALLOC_NAME_ in the environment
@@ -33,7 +33,7 @@ SETTINGS = (
 
 @contextmanager
 def freed_memory_kept() -> Iterator[None]:
-    """While it is entered, memory that is freed stays with this process, as far as its C library can be asked for it."""
+    """Within it, this process keeps the memory it frees; has no effect with a C library without mallopt."""
     for setting in SETTINGS:
         _mallopt(setting.number, setting.ours)
     try:
@@ -44,7 +44,7 @@ def freed_memory_kept() -> Iterator[None]:
 
 
 def value_before(setting: Setting) -> int:
-    """What the environment sets it to, or glibc's default."""
+    """What the environment sets, or glibc's default."""
     tunable = re.search(rf"glibc\.malloc\.{setting.name}=(\w+)", os.environ.get("GLIBC_TUNABLES", ""))
     found = tunable[1] if tunable else os.environ.get(f"MALLOC_{setting.name.upper()}_", "")
     try:

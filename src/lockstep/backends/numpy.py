@@ -1,11 +1,10 @@
 """numpy: the oracle. Forward and backward of every operation by hand, slow and plain, to check the frameworks against.
 
-An operation on a traced value remembers, for each input, how the gradient of its output becomes the gradient of that
-input; `value_and_grad` goes back over the tape, from the loss to the parameters. Only the operations below can be
-differentiated, so a model of your own is written with them. This is also the file to copy for a new framework.
+An operation on a traced value stores, for each input, the function that turns the gradient of its output into the
+gradient of that input; `value_and_grad` goes back over the tape, from the loss to the parameters. Only the operations
+below can be differentiated, so a model of your own is written with them. Copy this file to add a framework.
 """
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,18 +13,16 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from threadpoolctl import threadpool_limits
 
-from lockstep.backends.hardware import cpu
 from lockstep.backends.process_settings import one_at_a_time
-from lockstep.backends.protocol import Capabilities, Function, LossSum, OnReady, Ops
-from lockstep.core.device import Device, Hardware
-from lockstep.core.errors import BackendError
+from lockstep.backends.protocol import Backend, Capabilities, LossSum, OnReady, Ops
+from lockstep.core.device import Device
 from lockstep.core.layout import Array, Layout
 
 Pull = Callable[[Array], Array]  # gradient of the output -> gradient of one input
 
 
 class Traced:
-    """A value that depends on the parameters: where it came from, and its gradient once that is known."""
+    """A value that depends on the parameters: the inputs it was computed from, and its gradient once it is known."""
 
     def __init__(self, value: Array, tape: "list[Traced]", inputs: "tuple[tuple[Traced, Pull], ...]" = ()) -> None:
         self.value, self.tape, self.inputs = value, tape, inputs
@@ -33,7 +30,7 @@ class Traced:
         tape.append(self)
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
-        """For numpy's own operators and methods, which do not know the way back."""
+        """For numpy's own operators and methods, which have no backward here."""
         raise TypeError(
             "numpy cannot differentiate its own operators and methods. Write the model with the operations in "
             "lockstep.backends.backend_of(X).ops (conv2d, linear, relu, ...), or use another framework."
@@ -49,7 +46,7 @@ def _value(x: Any) -> Array:
 
 
 def _result(value: Array, *inputs: tuple[Any, Pull]) -> Any:
-    """Traced if an input is; what depends on no parameter needs no gradient."""
+    """Traced if an input is; a value that depends on no parameter needs no gradient."""
     traced = tuple((x, pull) for x, pull in inputs if isinstance(x, Traced))
     return Traced(value, traced[0][0].tape, traced) if traced else value
 
@@ -60,11 +57,11 @@ class NumpyOps(Ops):
     def conv2d(self, X: Any, weight: Any, bias: Any) -> Any:
         x, w = _value(X), _value(weight)
         rows, columns = w.shape[2:]
-        windows = sliding_window_view(x, (rows, columns), axis=(2, 3))  # sample, channel, place (2), window (2)
+        windows = sliding_window_view(x, (rows, columns), axis=(2, 3))  # sample, channel, position (2), window (2)
         out = np.tensordot(windows, w, axes=([1, 4, 5], [1, 2, 3])).transpose(0, 3, 1, 2)
 
         def pull_x(g: Array) -> Array:
-            """Every input belongs to the windows around it: the kernel turned by half, over the padded gradient."""
+            """A full convolution: the kernel rotated by 180 degrees, over the padded gradient."""
             padded = np.pad(g, ((0, 0), (0, 0), (rows - 1, rows - 1), (columns - 1, columns - 1)))
             around = sliding_window_view(padded, (rows, columns), axis=(2, 3))
             return np.tensordot(around, w[:, :, ::-1, ::-1], axes=([1, 4, 5], [0, 2, 3])).transpose(0, 3, 1, 2)
@@ -83,7 +80,7 @@ class NumpyOps(Ops):
     def avg_pool2d(self, X: Any, size: int) -> Any:
         x = _value(X)
         samples, channels, rows, columns = x.shape[0], x.shape[1], x.shape[2] // size, x.shape[3] // size
-        used = x[:, :, : rows * size, : columns * size]  # what is left over at the edge belongs to no window
+        used = x[:, :, : rows * size, : columns * size]  # the edge that fills no window is dropped
 
         def pull(g: Array) -> Array:
             gradient = np.zeros_like(x)
@@ -98,12 +95,8 @@ class NumpyOps(Ops):
 
     def linear(self, X: Any, weight: Any, bias: Any) -> Any:
         x, w = _value(X), _value(weight)
-        return _result(
-            x @ w + _value(bias),
-            (X, lambda g: g @ w.T),
-            (weight, lambda g: x.T @ g),
-            (bias, lambda g: g.sum(0)),
-        )
+        out = x @ w + _value(bias)
+        return _result(out, (X, lambda g: g @ w.T), (weight, lambda g: x.T @ g), (bias, lambda g: g.sum(0)))
 
     def cross_entropy_sum(self, logits: Any, y: Array) -> Any:
         shifted = _value(logits) - _value(logits).max(1, keepdims=True)
@@ -121,51 +114,27 @@ class NumpyOps(Ops):
         return (_value(logits).argmax(1) == y).sum()
 
 
-class NumpyBackend:
+class NumpyBackend(Backend):
     """numpy on the CPU."""
 
     name = "numpy"
-    oldest = (1, 23)
+    min_version = (1, 23)
     capabilities = Capabilities(gpus=False, compiles="no", sees_random_draws=True, writes_in_place=True)
     ops = NumpyOps()
-    _lock = threading.Lock()
 
-    # --- the machine ---
-
-    def version(self) -> str:
-        return np.__version__
-
-    def num_gpus(self) -> int:
-        return 0
-
-    def hardware(self) -> list[Hardware]:
-        return [cpu()]
-
-    # --- who runs, and how ---
+    # --- a run ---
 
     @contextmanager
     def session(self, devices: list[Device]) -> Iterator[None]:
-        with one_at_a_time(self._lock, "numpy"), threadpool_limits(1):  # matrix products round by number of threads
+        with one_at_a_time("numpy"), threadpool_limits(1):  # matrix products round by number of threads
             yield
 
     def start_worker(self, device: Device) -> None:
-        np.seterr(all="ignore")  # for this thread: the run itself stops when a loss is no longer a number
+        np.seterr(all="ignore")  # of this thread; the run itself stops at a loss that is not finite
 
     def random_state(self) -> bytes:
         _, numbers, *rest = np.random.get_state(legacy=True)
         return np.asarray(numbers).tobytes() + repr(rest).encode()
-
-    def synchronize(self, device: Device) -> None:
-        pass  # an operation is over when it returns
-
-    def peak_gpu_memory(self, device: Device, reset: bool = False) -> int | None:
-        return None  # there are no GPUs
-
-    def graph_capture(self, devices: list[Device]) -> None:
-        return None
-
-    def compile(self, function: Function) -> Function:
-        raise BackendError("numpy cannot capture a function. Call it as it is, or use a framework that can (jax).")
 
     # --- tensors ---
 
@@ -181,26 +150,6 @@ class NumpyBackend:
     def device_of(self, tensor: Array) -> Device:
         return Device("cpu:0")
 
-    def assign(self, target: Array, source: Array) -> Array:
-        target[...] = source
-        return target
-
-    def with_gradient(self, tensor: Array) -> Array:
-        return tensor  # `value_and_grad` traces whatever it is given
-
-    def zeros(self, num_entries: int, device: Device, like: Array | None = None) -> Array:
-        return np.zeros(num_entries, np.float32 if like is None else like.dtype)
-
-    def flat_view(self, tensor: Array) -> Array | None:
-        return tensor.reshape(-1) if tensor.flags.c_contiguous and tensor.flags.writeable else None
-
-    def add(self, left: Array, right: Array, out: Array | None = None) -> Array:
-        total: Array = np.add(left, right, out=out)
-        return total
-
-    def chunk(self, tensor: Array, start: int, stop: int) -> Array:
-        return tensor[start:stop]
-
     def concat(self, vectors: list[Array]) -> Array:
         return np.concatenate(vectors)
 
@@ -208,13 +157,17 @@ class NumpyBackend:
         samples: Array = data[order[start:stop]]
         return samples / np.float32(255) if samples.dtype == np.uint8 else samples
 
+    def assign(self, target: Array, source: Array) -> Array:
+        target[...] = source
+        return target
+
+    def flat_view(self, tensor: Array) -> Array | None:
+        return tensor.reshape(-1) if tensor.flags.c_contiguous and tensor.flags.writeable else None
+
+    def add(self, left: Array, right: Array, out: Array | None = None) -> Array:
+        return np.add(left, right, out=out)
+
     # --- parameters as one flat vector ---
-
-    def flatten(self, layout: Layout, params: list[Array], device: Device) -> Array:
-        return layout.flatten(params)
-
-    def unflatten(self, layout: Layout, flat: Array) -> list[Array]:
-        return layout.unflatten(flat)
 
     def value_and_grad(
         self, loss_sum: LossSum, layout: Layout, flat: Array, X: Array, y: Array, on_ready: OnReady | None = None

@@ -1,27 +1,19 @@
 """Paddle: the only file that imports it."""
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy
 import paddle
 from paddle import Tensor
 from paddle.nn import functional as F
 
-from lockstep.backends.hardware import cpu
 from lockstep.backends.process_settings import environment_variable, one_at_a_time
-from lockstep.backends.protocol import Capabilities, Function, LossSum, OnReady, Ops
+from lockstep.backends.protocol import Backend, Capabilities, LossSum, OnReady, Ops
 from lockstep.core.device import Device, Hardware
-from lockstep.core.errors import BackendError
 from lockstep.core.layout import Array, Layout
 
-# Where there are GPUs: no algorithm that is picked by timing, none that adds in the order of arrival.
-_FIXED = {
-    "FLAGS_cudnn_deterministic": True,
-    "FLAGS_cudnn_exhaustive_search": False,
-    "FLAGS_embedding_deterministic": 1,
-}
+# On GPUs: no autotuning, and no kernel that adds in the order of arrival.
+_FIXED = {"FLAGS_cudnn_deterministic": True, "FLAGS_cudnn_exhaustive_search": False, "FLAGS_embedding_deterministic": 1}
 _NUM_THREADS = "FLAGS_paddle_num_threads"
 
 
@@ -37,67 +29,53 @@ class PaddleOps(Ops):
     def avg_pool2d(self, X: Tensor, size: int) -> Tensor:
         return F.avg_pool2d(X, size)
 
-    def flatten(self, X: Tensor) -> Tensor:
-        return X.flatten(1)
-
     def linear(self, X: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return F.linear(X, weight, bias)
 
     def cross_entropy_sum(self, logits: Tensor, y: Tensor) -> Tensor:
-        # not F.cross_entropy: on a CPU it cuts the loss of a sample off at 64
+        # not F.cross_entropy: on a CPU it clips the loss of a sample to 64
         return (logits.logsumexp(1) - logits.take_along_axis(y.unsqueeze(1), 1).squeeze(1)).sum()
 
-    def num_correct(self, logits: Tensor, y: Tensor) -> Tensor:
-        return (logits.argmax(1) == y).sum()
 
-
-class PaddleBackend:
+class PaddleBackend(Backend):
     """Paddle on CPUs and NVIDIA GPUs."""
 
     name = "paddle"
-    oldest = (3, 0)
+    min_version = (3, 0)
     capabilities = Capabilities(gpus=True, compiles="no", sees_random_draws=True, writes_in_place=False)
     ops = PaddleOps()
-    _lock = threading.Lock()
 
     # --- the machine ---
-
-    def version(self) -> str:
-        return str(paddle.__version__)
 
     def num_gpus(self) -> int:
         return int(paddle.device.cuda.device_count())
 
-    def hardware(self) -> list[Hardware]:
-        gpus = []
-        for number in range(self.num_gpus()):
-            found = paddle.device.cuda.get_device_properties(number)
-            gpus.append(Hardware(Device(f"cuda:{number}"), found.name, found.total_memory, found.multi_processor_count))
-        return gpus + [cpu()]
+    def gpu(self, number: int) -> Hardware:
+        found = paddle.device.cuda.get_device_properties(number)
+        return Hardware(Device(f"cuda:{number}"), found.name, found.total_memory, found.multi_processor_count)
 
-    # --- who runs, and how ---
+    # --- a run ---
 
     @contextmanager
     def session(self, devices: list[Device]) -> Iterator[None]:
-        fixed = _FIXED if devices[0].kind == "cuda" else {}  # a build without GPUs does not know them
-        with one_at_a_time(self._lock, "Paddle"):
-            before, place = paddle.get_flags([*fixed, _NUM_THREADS]), paddle.get_device()
+        fixed = _FIXED if devices[0].kind == "cuda" else {}  # a build without CUDA does not have these flags
+        with one_at_a_time("Paddle"):
+            flags, device = paddle.get_flags([*fixed, _NUM_THREADS]), paddle.get_device()
             try:
                 paddle.set_flags(fixed)
-                with environment_variable("NVIDIA_TF32_OVERRIDE", "0"):  # float32 means float32
+                with environment_variable("NVIDIA_TF32_OVERRIDE", "0"):  # no TF32
                     yield
             finally:
-                paddle.base.core.set_num_threads(before.pop(_NUM_THREADS))
-                paddle.set_flags(before)
-                paddle.set_device(place)
+                paddle.base.core.set_num_threads(flags.pop(_NUM_THREADS))
+                paddle.set_flags(flags)
+                paddle.set_device(device)
 
     def start_worker(self, device: Device) -> None:
         paddle.base.core.set_num_threads(1)
         paddle.set_device(_place_name(device))
 
     def random_state(self) -> bytes:
-        """What would be drawn next: the state itself cannot be read, but it can be put back."""
-        before = paddle.get_rng_state()
+        before = paddle.get_rng_state()  # opaque, but it can be restored: the state is what would be drawn next
         drawn = paddle.randint(0, 2**31 - 1, [4], "int64").numpy().tobytes()
         paddle.set_rng_state(before)
         return bytes(drawn)
@@ -111,20 +89,13 @@ class PaddleBackend:
             paddle.device.cuda.reset_max_memory_allocated(device.number)
         return int(paddle.device.cuda.max_memory_allocated(device.number))
 
-    def graph_capture(self, devices: list[Device]) -> None:
-        return None
-
-    def compile(self, function: Function) -> Function:
-        raise BackendError("Lockstep does not capture with Paddle. Call the function as it is, or use jax.")
-
     # --- tensors ---
 
     def from_numpy(self, array: Array, device: Device) -> Tensor:
         return paddle.to_tensor(array, place=_place(device))
 
     def to_numpy(self, tensor: Tensor) -> Array:
-        array: Array = tensor.numpy()
-        return array
+        return tensor.numpy()
 
     def copy_to(self, tensor: Tensor, device: Device) -> Tensor:
         return tensor.detach()._copy_to(_place(device), True)  # `to` on the same device is the tensor itself
@@ -132,6 +103,13 @@ class PaddleBackend:
     def device_of(self, tensor: Tensor) -> Device:
         place = tensor.place
         return Device(f"cuda:{place.gpu_device_id()}" if place.is_gpu_place() else "cpu:0")
+
+    def concat(self, vectors: list[Tensor]) -> Tensor:
+        return paddle.concat(vectors)
+
+    def take(self, data: Tensor, order: Tensor, start: int, stop: int) -> Tensor:
+        samples = paddle.gather(data, order[start:stop])
+        return samples.astype("float32") / 255 if samples.dtype == paddle.uint8 else samples
 
     def assign(self, target: Tensor, source: Tensor) -> Tensor:
         with paddle.no_grad():
@@ -141,43 +119,20 @@ class PaddleBackend:
         tensor.stop_gradient = False
         return tensor
 
-    def zeros(self, num_entries: int, device: Device, like: Tensor | None = None) -> Tensor:
-        dtype = numpy.float32 if like is None else self.to_numpy(like).dtype
-        return self.from_numpy(numpy.zeros(num_entries, dtype), device)
-
-    def flat_view(self, tensor: Tensor) -> None:
-        return None
-
-    def add(self, left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
-        return left + right
-
-    def chunk(self, tensor: Tensor, start: int, stop: int) -> Tensor:
-        return tensor[start:stop]
-
-    def concat(self, vectors: list[Tensor]) -> Tensor:
-        return paddle.concat(vectors)
-
-    def take(self, data: Tensor, order: Tensor, start: int, stop: int) -> Tensor:
-        samples = paddle.gather(data, order[start:stop])
-        return samples.astype("float32") / 255 if samples.dtype == paddle.uint8 else samples
-
     # --- parameters as one flat vector ---
 
-    def flatten(self, layout: Layout, params: list[Tensor], device: Device) -> Tensor:
-        return self.from_numpy(layout.flatten([self.to_numpy(param) for param in params]), device)
-
-    def unflatten(self, layout: Layout, flat: Tensor) -> list[Tensor]:
+    def unflatten(self, layout: Layout, flat: Tensor) -> list[Tensor]:  # one operation to differentiate, not many
         pieces = paddle.split(flat, layout.pieces)[::2]
         return [piece.reshape(shape) for piece, shape in zip(pieces, layout.shapes, strict=True)]
 
     def value_and_grad(
         self, loss_sum: LossSum, layout: Layout, flat: Tensor, X: Tensor, y: Tensor, on_ready: OnReady | None = None
     ) -> tuple[Tensor, Tensor]:
-        flat = self.with_gradient(flat.detach())  # same memory, a graph of its own
+        flat = self.with_gradient(flat.detach())  # same memory, its own autograd graph
         loss = loss_sum(self.unflatten(layout, flat), X, y)
-        loss.backward()  # not `paddle.grad`: that one crashes when two threads use it at the same time
+        loss.backward()  # not `paddle.grad`, which crashes in two threads at once
         if flat.grad is None:
-            raise RuntimeError("The loss does not depend on the parameters: use those that the model is given.")
+            raise RuntimeError("The loss does not depend on the parameters. Use the ones passed to the model.")
         return loss.detach(), flat.grad
 
 

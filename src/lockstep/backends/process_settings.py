@@ -1,4 +1,4 @@
-"""Settings that belong to the whole process: one run at a time may change them."""
+"""Settings of the whole process, which one run at a time may change."""
 
 import os
 import threading
@@ -7,13 +7,16 @@ from contextlib import contextmanager
 
 from lockstep.core.errors import BackendError
 
+_LOCKS: dict[str, threading.Lock] = {}
+
 
 @contextmanager
-def one_at_a_time(lock: threading.Lock, framework: str) -> Iterator[None]:
-    """Holds `lock`; refuses, instead of waiting, where another run holds it."""
+def one_at_a_time(framework: str) -> Iterator[None]:
+    """Refuses a second run in this process with the same framework."""
+    lock = _LOCKS.setdefault(framework, threading.Lock())
     if not lock.acquire(blocking=False):
         raise BackendError(
-            f"Another run is under way in this process, and {framework}'s settings are the whole process's. "
+            f"Another run is under way in this process, and {framework}'s settings are process-wide. "
             "Wait for it to end, or use another process."
         )
     try:
@@ -24,7 +27,7 @@ def one_at_a_time(lock: threading.Lock, framework: str) -> Iterator[None]:
 
 @contextmanager
 def environment_variable(name: str, value: str) -> Iterator[None]:
-    """Sets a variable of the process's environment; afterwards it is as it was."""
+    """Sets an environment variable; restored on exit."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:

@@ -1,14 +1,19 @@
-"""What Lockstep needs from a framework: some twenty small functions, and no more.
+"""What Lockstep needs from a framework: a backend is one file with a subclass of `Backend` and one of `Ops`.
 
-A backend is one file. Functions give back new tensors where they can, because not every framework can change one in
-place. What a framework cannot do raises a `BackendError` that names the alternative; nothing is skipped silently.
+Abstract methods are what every framework has to implement. The others have a default that is right for a framework
+without the feature: no GPUs, no compiler, no CUDA graphs, immutable tensors. A backend overrides only what differs.
 """
 
+import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
+from lockstep.backends.hardware import cpu
 from lockstep.core.device import Device, Hardware
+from lockstep.core.errors import BackendError
 
 if TYPE_CHECKING:  # numpy is slow to import, and `lockstep --help` lists the backends
     from lockstep.core.layout import Array, Layout
@@ -16,173 +21,201 @@ if TYPE_CHECKING:  # numpy is slow to import, and `lockstep --help` lists the ba
 Tensor = Any  # the framework's own
 LossSum = Callable[[list[Tensor], Tensor, Tensor], Tensor]  # (params, X, y) -> loss summed over the samples
 Function = TypeVar("Function", bound=Callable[..., Any])
-RecordEvent = Callable[[], Callable[[], None]]  # records an event on the device; the function it gives waits for it
-OnReady = Callable[
-    [Tensor, int, RecordEvent], None
-]  # (gradient, start, ...): complete from `start` on, after the event
+RecordEvent = Callable[[], Callable[[], None]]  # records an event on the device; the function it returns waits for it
+OnReady = Callable[[Tensor, int, RecordEvent], None]  # (gradient, start, ...): complete from `start` on after the event
 
 
 class Capabilities(NamedTuple):
     """What differs between frameworks, as `lockstep devices` shows it."""
 
     gpus: bool  # computes on GPUs too
-    compiles: str  # a function into one of its own: "always", "on request" (--compile), or "no"
-    sees_random_draws: bool  # can tell that a model drew from the framework's own random numbers
-    writes_in_place: bool  # `add` and `assign` can write into memory that is there
+    compiles: str  # models: "always", "on request" (--compile) or "no"
+    sees_random_draws: bool  # `random_state` changes when a model draws from the framework's own generator
+    writes_in_place: bool  # `add` and `assign` write into existing memory
     engines: tuple[str, ...] = ("inprocess",)
 
 
-class Ops(Protocol):
+class Ops(ABC):
     """The operations that models are written in. Images are (samples, channels, height, width)."""
 
+    @abstractmethod
     def conv2d(self, X: Tensor, weight: Tensor, bias: Tensor) -> Tensor: ...
+    @abstractmethod
     def relu(self, X: Tensor) -> Tensor: ...
+    @abstractmethod
     def avg_pool2d(self, X: Tensor, size: int) -> Tensor: ...
+    @abstractmethod
+    def linear(self, X: Tensor, weight: Tensor, bias: Tensor) -> Tensor: ...
+    @abstractmethod
+    def cross_entropy_sum(self, logits: Tensor, y: Tensor) -> Tensor: ...
+
     def conv_relu_pool2d(self, X: Tensor, weight: Tensor, bias: Tensor, size: int) -> Tensor:
-        """Convolution, ReLU and average pooling: a framework may have a faster way than one after the other."""
+        """Convolution, ReLU and average pooling; a framework may fuse them."""
         return self.avg_pool2d(self.relu(self.conv2d(X, weight, bias)), size)
 
-    def flatten(self, X: Tensor) -> Tensor: ...
-    def linear(self, X: Tensor, weight: Tensor, bias: Tensor) -> Tensor: ...
-    def cross_entropy_sum(self, logits: Tensor, y: Tensor) -> Tensor: ...
-    def num_correct(self, logits: Tensor, y: Tensor) -> Tensor: ...
+    def flatten(self, X: Tensor) -> Tensor:
+        """(samples, everything else)."""
+        return X.reshape((X.shape[0], -1))
+
+    def num_correct(self, logits: Tensor, y: Tensor) -> Tensor:
+        """How many samples have their largest score at their label."""
+        return (logits.argmax(1) == y).sum()
 
 
 class LossFuture(Protocol):
-    """The losses of a step that may still be under way."""
+    """The losses of a step that may not be finished."""
 
     def result(self) -> list[float]:
         """The summed loss of each shard, in shard order; waits for them."""
-        ...
 
 
 class GraphCapture(Protocol):
-    """Captures what is launched on a GPU as a CUDA graph, which is then replayed at once."""
+    """Captures kernel launches on one GPU as a CUDA graph."""
 
     max_addends: int  # of `fused_add`
 
     def stream(self) -> AbstractContextManager[None]:
-        """What this thread launches meanwhile goes to the stream that is captured."""
-        ...
+        """Within it, the calling thread launches on the stream that is captured (the main stream)."""
 
     def fork(self) -> AbstractContextManager[None]:
-        """Within it, `side_stream` may be used; afterwards the main stream waits for all of them."""
-        ...
+        """Within it, `side_stream` may be used; on exit the main stream waits for all side streams."""
 
     def side_stream(self, number: int) -> AbstractContextManager[None]:
-        """What is launched meanwhile does not wait for other numbers."""
-        ...
+        """Within it, kernels are launched on a side stream, and run in parallel with those of other numbers."""
 
     def serialize_streams(self) -> bool:
-        """One side stream for all from now on, which takes less memory; False where that is so already."""
-        ...
+        """Use one side stream for everything from now on, which takes less memory; False if that is so already."""
 
     def fused_add(self, brackets: str, vectors: list[Tensor]) -> Tensor:
-        """The sum of x0, x1, ..., which are these vectors, in these brackets, by one kernel."""
-        ...
+        """The sum of `vectors` (x0, x1, ...), in the order that `brackets` gives, by one kernel."""
 
     def capture(self, run: Callable[[], Tensor], generators: Callable[[], list[Any]]) -> tuple[Callable[[], None], Any]:
-        """What replays `run`, and its result, which each replay fills. `run` is called twice: the first warms up."""
-        ...
+        """(replay, result): each replay overwrites the result. `run` is called twice, first to warm up."""
 
     def stack(self, numbers: list[Tensor]) -> Tensor:
-        """Single numbers as one vector."""
-        ...
+        """Scalars as one vector."""
 
     def copy_to_host(self, numbers: Tensor) -> LossFuture:
-        """An asynchronous copy: whoever asked for it need not wait."""
-        ...
+        """Starts an asynchronous copy."""
 
 
-class Backend(Protocol):
+class Backend(ABC):
     """One framework."""
 
-    name: str
-    oldest: tuple[int, ...]  # the first version that is not refused
+    name: str  # of its package
+    min_version: tuple[int, ...]
     capabilities: Capabilities
     ops: Ops
 
     # --- the machine ---
-    def version(self) -> str: ...
+
+    def version(self) -> str:
+        """The framework's version."""
+        return str(importlib.import_module(self.name).__version__)
+
     def num_gpus(self) -> int:
-        """The GPUs that there are, found without beginning to use one."""
-        ...
+        """How many GPUs are visible, without initializing one."""
+        return 0
+
+    def gpu(self, number: int) -> Hardware:
+        """What is known of one GPU; called for numbers below `num_gpus`."""
+        raise BackendError(
+            f"{self.name} does not use GPUs, so there is no cuda:{number}. Use cpu:0, or another backend."
+        )
 
     def hardware(self) -> list[Hardware]:
         """The GPUs, in order, and then the CPU."""
-        ...
+        return [*map(self.gpu, range(self.num_gpus())), cpu()]
 
-    # --- who runs, and how ---
+    # --- a run ---
+
+    @abstractmethod
     def session(self, devices: list[Device]) -> AbstractContextManager[None]:
-        """While it lasts, kernels are deterministic; afterwards every setting is as it was."""
-        ...
+        """Within it, kernels are deterministic; on exit every setting is restored."""
 
     def start_worker(self, device: Device) -> None:
-        """Makes the calling thread the one that works for `device`: one intra-op thread, a stream of its own."""
-        ...
+        """Makes the calling thread a worker of `device`: one intra-op thread, a stream of its own."""
+        return  # a framework without settings of a thread
 
     def random_state(self) -> bytes:
-        """Something that changes when anybody draws from the framework's own random numbers, if it can tell."""
-        ...
+        """The state of the framework's own random generator; always the same where it cannot be read."""
+        return b""
 
     def synchronize(self, device: Device) -> None:
-        """Returns when all that the calling thread launched on `device` is done; at once while it is captured."""
-        ...
+        """Waits for what the calling thread launched on `device`; returns at once during CUDA graph capture."""
+        return  # a framework whose operations are complete when they return, or when their result is read
 
     def peak_gpu_memory(self, device: Device, reset: bool = False) -> int | None:
-        """Bytes that were in use at most on a GPU since the last `reset`; None where the framework cannot tell."""
-        ...
+        """Peak bytes in use on a GPU since the last `reset`; None where the framework does not count them."""
+        return None
 
     def graph_capture(self, devices: list[Device]) -> GraphCapture | None:
-        """What can capture steps on these devices as CUDA graphs; None where they have to be run eagerly."""
-        ...
+        """CUDA graph capture for steps on these devices; None where they have to run eagerly."""
+        return None
 
     def compile(self, function: Function) -> Function:
         """`function`, compiled when it is first called with arguments of some shape."""
-        ...
+        raise BackendError(f"Lockstep does not compile with {self.name}. Use the function uncompiled, or torch or jax.")
 
     # --- tensors ---
-    def from_numpy(self, array: "Array", device: Device) -> Tensor: ...
-    def to_numpy(self, tensor: Tensor) -> "Array": ...
-    def copy_to(self, tensor: Tensor, device: Device) -> Tensor:
-        """A new tensor on `device`, also where `tensor` is there already."""
-        ...
 
+    @abstractmethod
+    def from_numpy(self, array: "Array", device: Device) -> Tensor: ...
+    @abstractmethod
+    def to_numpy(self, tensor: Tensor) -> "Array": ...
+    @abstractmethod
+    def copy_to(self, tensor: Tensor, device: Device) -> Tensor:
+        """A new tensor on `device`, also if `tensor` is there already."""
+
+    @abstractmethod
     def device_of(self, tensor: Tensor) -> Device: ...
+    @abstractmethod
+    def concat(self, vectors: list[Tensor]) -> Tensor: ...
+    @abstractmethod
+    def take(self, data: Tensor, order: Tensor, start: int, stop: int) -> Tensor:
+        """The samples `order[start:stop]` of `data`, in new memory; bytes become floats from 0 to 1."""
+
     def assign(self, target: Tensor, source: Tensor) -> Tensor:
-        """`target` with the values of `source`: the same tensor where the framework can, else a new one."""
-        ...
+        """`target` with the values of `source`; a new tensor where the framework cannot write in place."""
+        return self.copy_to(source, self.device_of(target))
 
     def with_gradient(self, tensor: Tensor) -> Tensor:
-        """`tensor`, ready to get a gradient."""
-        ...
+        """`tensor`, prepared for a backward pass where the framework needs that."""
+        return tensor
 
     def zeros(self, num_entries: int, device: Device, like: Tensor | None = None) -> Tensor:
-        """A flat vector: of float32, or of the type of `like`."""
-        ...
+        """A vector of float32, or of the dtype of `like`."""
+        import numpy as np
+
+        dtype = np.float32 if like is None else self.to_numpy(like).dtype
+        return self.from_numpy(np.zeros(num_entries, dtype), device)
 
     def flat_view(self, tensor: Tensor) -> Tensor | None:
-        """The tensor as a flat vector in the same memory, to be written to; None where that cannot be."""
-        ...
+        """A writable vector in the same memory; None where there is none."""
+        return None
 
     def add(self, left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
-        """The sum; in the memory of `out`, where the framework writes in place."""
-        ...
+        """The sum; in the memory of `out` where the framework writes in place."""
+        return left + right
 
     def chunk(self, tensor: Tensor, start: int, stop: int) -> Tensor:
-        """The entries `start` to `stop` along the first axis; there may be none."""
-        ...
-
-    def concat(self, vectors: list[Tensor]) -> Tensor: ...
-    def take(self, data: Tensor, order: Tensor, start: int, stop: int) -> Tensor:
-        """The samples `order[start:stop]` of `data`, freshly allocated; bytes become floats from 0 to 1."""
-        ...
+        """`tensor[start:stop]` along the first axis; may be empty."""
+        return tensor[start:stop]
 
     # --- parameters as one flat vector ---
-    def flatten(self, layout: "Layout", params: list[Tensor], device: Device) -> Tensor: ...
-    def unflatten(self, layout: "Layout", flat: Tensor) -> list[Tensor]: ...
+
+    def flatten(self, layout: "Layout", params: list[Tensor], device: Device) -> Tensor:
+        """The parameters as one vector on `device`."""
+        return self.from_numpy(layout.flatten([self.to_numpy(param) for param in params]), device)
+
+    def unflatten(self, layout: "Layout", flat: Tensor) -> list[Tensor]:
+        """The parameters, each in its shape; in the memory of `flat` where the framework has views."""
+        bounds = list(accumulate(layout.pieces, initial=0))
+        pieces = [self.chunk(flat, *bounds[at : at + 2]) for at in range(0, len(layout.pieces), 2)]
+        return [piece.reshape(shape) for piece, shape in zip(pieces, layout.shapes, strict=True)]
+
+    @abstractmethod
     def value_and_grad(
         self, loss_sum: LossSum, layout: "Layout", flat: Tensor, X: Tensor, y: Tensor, on_ready: OnReady | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The summed loss, and its gradient as one flat vector. `on_ready` may be told of entries that come early."""
-        ...
+        """The summed loss, and its gradient as one vector. `on_ready` may be called with it before it is complete."""

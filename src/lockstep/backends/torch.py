@@ -1,4 +1,4 @@
-"""PyTorch. Besides this file and its neighbours, only `modules`, `bench` and wires of `engines` import it."""
+"""PyTorch on CPUs and NVIDIA GPUs; `torch_*.py` beside it have its session, graph capture and LeNet on CPU."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.backends.hardware import cpu
-from lockstep.backends.protocol import Capabilities, Function, GraphCapture, LossSum, OnReady, Ops
+from lockstep.backends.protocol import Backend, Capabilities, Function, GraphCapture, LossSum, OnReady, Ops
+from lockstep.backends.torch_capture import TorchGraphCapture
 from lockstep.backends.torch_gradient_vector import GradientVector
 from lockstep.backends.torch_lenet_cpu import ConvReluPool2d
 from lockstep.backends.torch_session import deterministic_session, start_thread
@@ -18,14 +18,14 @@ from lockstep.core.device import Device, Hardware
 from lockstep.core.layout import Array, Layout
 from lockstep.core.tracing import span
 
-MAX_COMPILED = 1000  # shapes that a function is compiled for
+MAX_COMPILED = 1000  # shapes of one function
 
 
 class TorchOps(Ops):
     """The operations that models are written in."""
 
     def conv2d(self, X: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return F.conv2d(X.contiguous(), weight, bias)  # else the backward pass would lay it out once more
+        return F.conv2d(X.contiguous(), weight, bias)  # else the backward pass copies it again
 
     def relu(self, X: Tensor) -> Tensor:
         return F.relu(X)
@@ -36,11 +36,7 @@ class TorchOps(Ops):
     def conv_relu_pool2d(self, X: Tensor, weight: Tensor, bias: Tensor, size: int) -> Tensor:
         if X.device.type != "cpu" or torch.compiler.is_compiling():
             return super().conv_relu_pool2d(X, weight, bias, size)
-        pooled: Tensor = ConvReluPool2d.apply(X, weight, bias, size)
-        return pooled
-
-    def flatten(self, X: Tensor) -> Tensor:
-        return X.reshape(X.shape[0], -1)
+        return ConvReluPool2d.apply(X, weight, bias, size)
 
     def linear(self, X: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return torch.addmm(bias, X, weight)
@@ -48,15 +44,12 @@ class TorchOps(Ops):
     def cross_entropy_sum(self, logits: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(logits, y, reduction="sum")
 
-    def num_correct(self, logits: Tensor, y: Tensor) -> Tensor:
-        return (logits.argmax(dim=1) == y).sum()
 
-
-class TorchBackend:
+class TorchBackend(Backend):
     """PyTorch on CPUs and NVIDIA GPUs."""
 
     name = "torch"
-    oldest = (2, 9)
+    min_version = (2, 9)
     capabilities = Capabilities(
         gpus=True,
         compiles="on request",
@@ -68,27 +61,14 @@ class TorchBackend:
 
     # --- the machine ---
 
-    def version(self) -> str:
-        return str(torch.__version__)
-
     def num_gpus(self) -> int:
         return int(torch.cuda.device_count())
 
-    def hardware(self) -> list[Hardware]:
-        gpus = []
-        for number in range(self.num_gpus()):
-            properties = torch.cuda.get_device_properties(number)
-            gpus.append(
-                Hardware(
-                    Device(f"cuda:{number}"),
-                    properties.name,
-                    properties.total_memory,
-                    properties.multi_processor_count,
-                )
-            )
-        return gpus + [cpu()]
+    def gpu(self, number: int) -> Hardware:
+        found = torch.cuda.get_device_properties(number)
+        return Hardware(Device(f"cuda:{number}"), found.name, found.total_memory, found.multi_processor_count)
 
-    # --- who runs, and how ---
+    # --- a run ---
 
     def session(self, devices: list[Device]) -> AbstractContextManager[None]:
         return deterministic_session(devices)
@@ -112,10 +92,8 @@ class TorchBackend:
         return torch.cuda.max_memory_allocated(device.number)
 
     def graph_capture(self, devices: list[Device]) -> GraphCapture | None:
-        if devices[0].kind != "cuda" or len(set(devices)) > 1:  # a CUDA graph is one GPU's
+        if devices[0].kind != "cuda" or len(set(devices)) > 1:  # a CUDA graph belongs to one GPU
             return None
-        from lockstep.backends.torch_capture import TorchGraphCapture
-
         return TorchGraphCapture(torch_device(devices[0]))
 
     def compile(self, function: Function) -> Function:
@@ -127,8 +105,7 @@ class TorchBackend:
         return torch.from_numpy(array).to(torch_device(device))
 
     def to_numpy(self, tensor: Tensor) -> Array:
-        array: Array = tensor.detach().cpu().numpy()
-        return array
+        return tensor.detach().cpu().numpy()
 
     def copy_to(self, tensor: Tensor, device: Device) -> Tensor:
         # `.to(device)` on the same device is the tensor itself: two replicas would be one
@@ -136,6 +113,13 @@ class TorchBackend:
 
     def device_of(self, tensor: Tensor) -> Device:
         return Device(f"{tensor.device.type}:{tensor.device.index or 0}")
+
+    def concat(self, vectors: list[Tensor]) -> Tensor:
+        return torch.cat(vectors)
+
+    def take(self, data: Tensor, order: Tensor, start: int, stop: int) -> Tensor:
+        samples = data.index_select(0, order[start:stop])
+        return samples.float().div_(255) if samples.dtype == torch.uint8 else samples
 
     def assign(self, target: Tensor, source: Tensor) -> Tensor:
         with torch.no_grad():
@@ -153,16 +137,6 @@ class TorchBackend:
 
     def add(self, left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
         return torch.add(left, right, out=out)
-
-    def chunk(self, tensor: Tensor, start: int, stop: int) -> Tensor:
-        return tensor[start:stop]
-
-    def concat(self, vectors: list[Tensor]) -> Tensor:
-        return torch.cat(vectors)
-
-    def take(self, data: Tensor, order: Tensor, start: int, stop: int) -> Tensor:
-        samples = data.index_select(0, order[start:stop])
-        return samples.float().div_(255) if samples.dtype == torch.uint8 else samples
 
     # --- parameters as one flat vector ---
 
@@ -202,19 +176,19 @@ def _put(vector: GradientVector, number: int, gradient: Tensor) -> None:
 
 
 @cache
-def _gaps(layout: Layout, place: torch.device) -> list[Tensor]:
+def _gaps(layout: Layout, device: torch.device) -> list[Tensor]:
     """The zeros after each parameter; none after the last."""
-    return _for_all_streams([torch.zeros(size, device=place) for size in (*layout.pieces[1::2], 0)])
+    return _for_all_streams([torch.zeros(size, device=device) for size in (*layout.pieces[1::2], 0)])
 
 
 @cache
-def _one(dtype: torch.dtype, place: torch.device) -> Tensor:
-    """What backward starts with."""
-    return _for_all_streams([torch.ones((), dtype=dtype, device=place)])[0]
+def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The gradient of the loss, kept so that backward need not make one for every shard."""
+    return _for_all_streams([torch.ones((), dtype=dtype, device=device)])[0]
 
 
 def _for_all_streams(tensors: list[Tensor]) -> list[Tensor]:
-    """The same tensors, filled by now."""
+    """The same tensors, once they are filled: any stream may read them."""
     if tensors[0].is_cuda:
         torch.cuda.current_stream(tensors[0].device).synchronize()
     return tensors
@@ -222,7 +196,7 @@ def _for_all_streams(tensors: list[Tensor]) -> list[Tensor]:
 
 @contextmanager
 def plain_errors(kind: str) -> Iterator[None]:
-    """Says in a sentence that an operation has no deterministic mode; the user's line stays in the traceback."""
+    """Rewords the error of an operation without a deterministic mode; the user's line stays in the traceback."""
     try:
         yield
     except RuntimeError as problem:
@@ -231,28 +205,28 @@ def plain_errors(kind: str) -> Iterator[None]:
             raise
         raise RuntimeError(
             f"{operation} has no deterministic mode in PyTorch on {kind}, so the weights would differ from run to run. "
-            f"Use another operation in its place."
+            "Use another operation instead."
         ).with_traceback(problem.__traceback__) from None
 
 
 @cache  # one for all replicas
 def _compiled(function: Any) -> Any:
-    import torch._dynamo.config as limits  # takes its time
+    import torch._dynamo.config as limits  # slow to import
 
-    # a function that was compiled for too many shapes would be run as it is, with other bits
+    # beyond these limits torch.compile falls back to eager, with other bits
     limits.recompile_limit = max(limits.recompile_limit, MAX_COMPILED)
     limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, MAX_COMPILED)
-    # no autotuning: another process would choose another kernel, and get other bits
+    # no autotuning: another process could choose another kernel, with other bits
     return torch.compile(function, dynamic=False, options={"deterministic": True})
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether what is launched on this device now is captured as a CUDA graph, and not run."""
+    """Whether kernel launches on this device are being captured as a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def torch_device(device: Device) -> torch.device:
-    """PyTorch's own name for a device; all logical CPU devices are one to it."""
+    """PyTorch's device; all logical CPU devices are the same one."""
     return torch.device("cpu") if device.kind == "cpu" else torch.device("cuda", device.number)
 
 

@@ -1,4 +1,4 @@
-"""CUDA graph capture on one GPU with PyTorch, with a stream for each shard."""
+"""CUDA graph capture of a step on one GPU with PyTorch, with a side stream for each shard."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,12 +10,12 @@ from torch import Tensor
 
 from lockstep.core.errors import CaptureError, first_line
 
-NUM_SLOTS = 64  # copies to the host under way at the same time; more than anybody has steps in flight
+NUM_SLOTS = 64  # copies to the host at the same time; more than there are steps in flight
 NUM_STREAMS = 16
 
 
 class HostCopy:
-    """Numbers on their way to the host."""
+    """An asynchronous copy to the host."""
 
     def __init__(self, event: torch.cuda.Event, slot: Tensor) -> None:
         self._event, self._slot = event, slot
@@ -26,22 +26,22 @@ class HostCopy:
         return [float(number) for number in self._slot.tolist()]
 
 
-@cache  # for the whole process: every stream gets memory for matrix products that it keeps
+@cache  # one for the process: cuBLAS keeps a workspace for every stream
 def _stream(device: torch.device, number: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
 @cache
 def _fused_kernel(brackets: str, num_vectors: int) -> Any:
-    """A kernel that adds up vectors in these brackets: in one pass over memory instead of one for each addition."""
+    """A kernel for a whole sum: one pass over memory instead of one for each addition."""
     names = ", ".join(f"T x{number}" for number in range(num_vectors))
     return torch.cuda.jiterator._create_jit_fn(f"template <typename T> T added({names}) {{ return {brackets}; }}")
 
 
 class TorchGraphCapture:
-    """Everything is launched on one main stream, and shards on side streams."""
+    """Shards are launched on side streams, everything else on the main stream."""
 
-    max_addends = 8  # inputs of a kernel that is made from source
+    max_addends = 8  # of a jiterator kernel
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -49,7 +49,7 @@ class TorchGraphCapture:
         self._num_streams = NUM_STREAMS
         self._used: set[int] = set()  # side streams, since the last fork
         self._start: torch.cuda.Event | None = None
-        self._slots: list[Tensor] = []
+        self._slots: dict[int, Tensor] = {}  # pinned memory
         self._num_copies = 0
 
     @contextmanager
@@ -84,11 +84,10 @@ class TorchGraphCapture:
         return True
 
     def fused_add(self, brackets: str, vectors: list[Tensor]) -> Tensor:
-        total: Tensor = _fused_kernel(brackets, len(vectors))(*vectors)
-        return total
+        return _fused_kernel(brackets, len(vectors))(*vectors)
 
     def capture(self, run: Callable[[], Tensor], generators: Callable[[], list[Any]]) -> tuple[Callable[[], None], Any]:
-        run()  # what is loaded, compiled or chosen on first use cannot be captured
+        run()  # first use loads modules and compiles kernels, which cannot be captured
         self._main.synchronize()
         graph = torch.cuda.CUDAGraph()
         for generator in generators():
@@ -98,7 +97,7 @@ class TorchGraphCapture:
                 result = run()
         except Exception as problem:
             first: BaseException = problem
-            while first.__context__ is not None:  # what came after it is about a capture that broke off
+            while first.__context__ is not None:  # later errors are about the aborted capture
                 first = first.__context__
             raise CaptureError(first_line(first)) from problem
         return graph.replay, result
@@ -109,11 +108,9 @@ class TorchGraphCapture:
     def copy_to_host(self, numbers: Tensor) -> HostCopy:
         at = self._num_copies % NUM_SLOTS
         self._num_copies += 1
-        while len(self._slots) <= at:
-            self._slots.append(torch.empty(0))
-        if len(self._slots[at]) != len(numbers):
+        if at not in self._slots or len(self._slots[at]) != len(numbers):
             self._slots[at] = torch.empty(len(numbers), dtype=numbers.dtype, pin_memory=True)
-        kept = numbers.clone()  # what comes next on the main stream need not wait until they have arrived
+        kept = numbers.clone()  # so that the next replay on the main stream need not wait for the copy
         self._copies.wait_stream(self._main)
         with torch.cuda.stream(self._copies):
             self._slots[at].copy_(kept, non_blocking=True)

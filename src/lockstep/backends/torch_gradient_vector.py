@@ -1,4 +1,4 @@
-"""A gradient as one flat vector that backward fills, so that buckets of it can be exchanged before it is complete."""
+"""A gradient as one flat vector that backward fills, so that its buckets can be exchanged before it is complete."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from lockstep.core.layout import Layout
 
 
 class GradientVector:
-    """The gradient of one shard. Parameters come in any order; `on_ready` is told how far it is complete from its end."""
+    """The gradient of one shard. It is filled in any order; `on_ready` learns how far it is complete from its end."""
 
     def __init__(self, layout: Layout, device: torch.device, on_ready: OnReady) -> None:
         self.vector = torch.empty(layout.size, dtype=torch.float32, device=device)
@@ -20,13 +20,13 @@ class GradientVector:
             if len(gap):
                 gap.zero_()
         self._starts = [piece.storage_offset() for piece in self._pieces]
-        self._first = len(self._pieces)  # from this parameter on, all are there
+        self._first = len(self._pieces)  # from this parameter on it is complete
         self._on_ready, self._device = on_ready, device
-        self._wait_for_earlier = self._record_event()  # what was computed before may be on another stream than backward
-        self.is_shared = False  # whether somebody was told of entries
+        self._wait_for_earlier = self._record_event()  # forward may have used another stream
+        self.is_shared = False  # whether `on_ready` was called
 
     def put(self, number: int, gradient: Tensor) -> bool:
-        """Takes the gradient of a parameter, flat; False if it was there already."""
+        """Stores the gradient of a parameter, flat; False if it has one already."""
         if number not in self._missing:
             return False
         self._pieces[number].copy_(gradient)
@@ -39,7 +39,7 @@ class GradientVector:
         return True
 
     def complete(self) -> Tensor:
-        """The whole vector, when backward is over: parameters that did not come have no gradient."""
+        """The whole vector, after backward; zeros for parameters without a gradient."""
         for number in self._missing:
             self._pieces[number].zero_()
         return self.vector

@@ -1,106 +1,92 @@
-"""A contender's processes, seen from the one that measures: started, asked, and ended whatever happens."""
+"""The processes of a contender, one per rank: started, asked over pipes, and ended in any case."""
 
 import contextlib
 import json
 import os
-import selectors
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import asdict
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import IO, Any
 
-from lockstep.bench.work import Work
+from lockstep.bench.contenders import ContenderRank
+from lockstep.bench.workload import Workload
 from lockstep.core.device import Device
 from lockstep.core.errors import RunError
 
 ANSWER_SECONDS = 600.0  # a contender that takes longer hangs, or has too much to do
-END_SECONDS = 10.0
+EXIT_SECONDS = 10.0
 
 
 class ContenderFailed(RunError):
-    """A contender could not do what it was asked; the others can go on."""
+    """A contender failed; the others continue."""
 
 
-class Running:
-    """A contender under way, with a process for each of its ranks."""
+class ContenderProcesses:
+    """A running contender. `port` is that of the store where its ranks rendezvous, if it has several."""
 
-    def __init__(self, name: str, work: Work, devices: list[Device], port: int, interface: str) -> None:
-        self.name, self._processes = name, list[subprocess.Popen[bytes]]()
-        self._errors: list[IO[bytes]] = []
-        self._heard: list[bytes] = []  # of each process: the part of an answer that has come so far
+    def __init__(self, name: str, workload: Workload, devices: list[Device], port: int | None) -> None:
+        self._processes: list[subprocess.Popen[str]] = []
+        self._errors: list[IO[bytes]] = []  # their standard error
+        self._answers: SimpleQueue[tuple[int, str]] = SimpleQueue()  # (rank, line); an empty line: it has ended
         try:
-            for rank in range(len(devices)):
-                self._start(work, devices, rank, port, interface)
+            for number in range(len(devices)):
+                device = workload.devices[0] if port is None else f"{devices[number].kind}:{number}"
+                rank = ContenderRank(number, len(devices), device, port or 0, f"{workload.model}/{name}")
+                setup = {"name": name, "workload": asdict(workload), "rank": rank, "parent": os.getpid()}
+                self._start(json.dumps(setup), {} if port is None else rendezvous_env(devices, number, port))
         except BaseException:
             self.close()
             raise
 
-    def _start(self, work: Work, devices: list[Device], rank: int, port: int, interface: str) -> None:
-        is_parallel = bool(port)
-        environment = {**os.environ}
-        device = work.devices[0]
-        if is_parallel:
-            environment |= meeting_place(devices, rank, port, interface)
-            device = f"{devices[rank].kind}:{rank}"
-        order = {
-            "name": self.name,
-            "work": asdict(work),
-            "place": [rank, len(devices), device, port, f"{work.model}/{self.name}"],
-            "parent": os.getpid(),
-        }
+    def __enter__(self) -> "ContenderProcesses":
+        return self
+
+    def __exit__(self, error: object, *_: object) -> None:
+        self.close(EXIT_SECONDS if error is None else 0.0)
+
+    def _start(self, setup: str, env: dict[str, str]) -> None:
         self._errors.append(tempfile.TemporaryFile())  # noqa: SIM115 - closed with the processes
-        self._heard.append(b"")
-        self._processes.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "lockstep.bench.contenders", json.dumps(order)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._errors[-1],
-                env=environment,
-                start_new_session=True,  # Ctrl-C is for the parent, which ends all of them; and what they start
-            )
+        process = subprocess.Popen(
+            [sys.executable, "-m", "lockstep.bench.contenders", setup],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors[-1],
+            env={**os.environ, **env},
+            text=True,
+            start_new_session=True,  # Ctrl-C reaches the parent only; a process group, to kill its children too
         )
+        self._processes.append(process)
+        Thread(target=self._read, args=(len(self._processes) - 1, process.stdout), daemon=True).start()
 
-    def ask(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
-        """What each process answers."""
-        line = json.dumps({"do": do, "with": arguments}).encode() + b"\n"
+    def _read(self, rank: int, answers: IO[str]) -> None:
+        with answers:
+            for line in answers:
+                self._answers.put((rank, line))
+        self._answers.put((rank, ""))
+
+    def ask(self, command: str, **arguments: Any) -> list[dict[str, Any]]:
+        """Sends a command to every process; their answers."""
         for process in self._processes:
-            assert process.stdin is not None, "it is a pipe"
-            with contextlib.suppress(BrokenPipeError):  # it has ended, and the answer says so
-                process.stdin.write(line)
-                process.stdin.flush()
-        return self.answers()
-
-    def answers(self) -> list[dict[str, Any]]:
-        """The next answer of each process."""
-        found: dict[int, dict[str, Any]] = {}
+            with contextlib.suppress(BrokenPipeError):  # it has ended: its answer says why
+                print(json.dumps({"command": command, "arguments": arguments}), file=process.stdin, flush=True)
+        answers: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + ANSWER_SECONDS
-        with selectors.DefaultSelector() as waiting:
-            for rank, process in enumerate(self._processes):
-                assert process.stdout is not None, "it is a pipe"
-                waiting.register(process.stdout, selectors.EVENT_READ, rank)
-            while len(found) < len(self._processes):
-                ready = waiting.select(deadline - time.monotonic())
-                if not ready:
-                    raise ContenderFailed(f"no answer within {ANSWER_SECONDS:g} s; try fewer steps (--steps)")
-                for key, _ in ready:
-                    rank = key.data
-                    self._heard[rank] += (octets := os.read(key.fd, 1 << 16))
-                    line, end, rest = self._heard[rank].partition(b"\n")
-                    if end:
-                        self._heard[rank] = rest
-                        found[rank] = json.loads(line)
-                        waiting.unregister(key.fileobj)
-                        if "problem" in found[rank]:
-                            raise ContenderFailed(found[rank]["problem"])
-                    elif not octets:
-                        raise ContenderFailed(self._last_words(rank))
-        return [found[rank] for rank in range(len(self._processes))]
+        while len(answers) < len(self._processes):
+            try:
+                rank, line = self._answers.get(timeout=max(0.0, deadline - time.monotonic()))
+            except Empty:
+                raise ContenderFailed(f"no answer within {ANSWER_SECONDS:g} s; try fewer steps (--steps)") from None
+            answers[rank] = json.loads(line) if line else {"problem": self._exit_reason(rank)}
+            if "problem" in answers[rank]:
+                raise ContenderFailed(answers[rank]["problem"])
+        return [answers[rank] for rank in range(len(self._processes))]
 
-    def _last_words(self, rank: int) -> str:
+    def _exit_reason(self, rank: int) -> str:
         ended = os.waitid(os.P_PID, self._processes[rank].pid, os.WEXITED | os.WNOWAIT)
         assert ended is not None, "it was waited for"
         how = f"with exit status {ended.si_status}"
@@ -110,57 +96,37 @@ class Running:
         lines = self._errors[rank].read().decode(errors="replace").strip().splitlines()
         return f"a process of it ended {how}" + (f": {lines[-1].strip()}" if lines else "")
 
-    def close(self) -> None:
-        """Lets the processes end, and ends those that do not, with all that they have started. Twice does no harm."""
-        for process in self._processes:
-            if process.stdin is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    process.stdin.close()
-        deadline = time.monotonic() + END_SECONDS
-        while time.monotonic() < deadline and any(map(_is_running, self._processes)):
-            time.sleep(0.02)
-        self.kill()
+    def close(self, grace_seconds: float = 0.0) -> None:
+        """Closes standard input, on which the processes exit; then kills them and their children. May be called again.
 
-    def kill(self) -> None:
-        """Ends the processes at once, with all that they have started."""
+        A process is not reaped before its process group is killed: afterwards its id may be another's.
+        """
+        deadline, exited = time.monotonic() + grace_seconds, os.WEXITED | os.WNOHANG | os.WNOWAIT
         for process in self._processes:
-            if process.returncode is None:  # else its number may be another's by now
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    with contextlib.suppress(BrokenPipeError):
-                        pipe.close()
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()  # type: ignore[union-attr]
+        for process in [process for process in self._processes if process.returncode is None]:
+            while os.waitid(os.P_PID, process.pid, exited) is None and time.monotonic() < deadline:
+                time.sleep(0.02)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         for file in self._errors:
             file.close()
 
 
-def meeting_place(devices: list[Device], rank: int, port: int, interface: str) -> dict[str, str]:
-    """What libraries read from the environment: who this process is, and that it is to be reached from here only.
+def rendezvous_env(devices: list[Device], rank: int, port: int) -> dict[str, str]:
+    """The environment that libraries read: rank, world size, where to rendezvous; reachable from this machine only.
 
-    A process with GPUs sees those of all ranks, in their order, so that the rank's number is the GPU's.
+    A process sees the GPUs of all ranks, in their order, so that rank r uses cuda:r.
     """
-    found = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(len(devices)),
-        "LOCAL_WORLD_SIZE": str(len(devices)),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "GLOO_SOCKET_IFNAME": interface,
-        "NCCL_SOCKET_IFNAME": interface,
-    }
+    from lockstep.runtime.store import LOOPBACK, interface_of  # imports torch
+
+    env = {"RANK": str(rank), "WORLD_SIZE": str(len(devices)), "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)}
+    env |= {"LOCAL_RANK": env["RANK"], "LOCAL_WORLD_SIZE": env["WORLD_SIZE"]}
+    env |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface_of(LOOPBACK))
     if devices[0].kind == "cuda":
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        names = visible.split(",") if visible else []
+        names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         numbers = [device.number for device in devices]
-        found["CUDA_VISIBLE_DEVICES"] = ",".join(names[n] if n < len(names) else str(n) for n in numbers)
-    return found
-
-
-def _is_running(process: "subprocess.Popen[bytes]") -> bool:
-    """Whether it runs; one that does not is not forgotten yet, so that what it left behind can be ended."""
-    if process.returncode is not None:
-        return False
-    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(names[n] if n < len(names) else str(n) for n in numbers)
+    return env

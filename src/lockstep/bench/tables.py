@@ -1,4 +1,4 @@
-"""What was measured, as rows: medians, spreads, ratios, and how they look on the terminal."""
+"""Tables of times: medians, ranges, ratios, and how they look on the terminal and in the results."""
 
 from dataclasses import dataclass, field
 from statistics import median
@@ -9,7 +9,7 @@ from rich.table import Table as Grid
 
 
 class Spread(NamedTuple):
-    """The middle of several values, and how far they reach."""
+    """The median of several values, and their range."""
 
     median: float
     lowest: float
@@ -31,14 +31,19 @@ class Row:
 
     name: str
     about: str = ""
-    seconds: list[float] = field(default_factory=list)  # of a step or an exchange, a number for each trial
+    seconds: list[float] = field(default_factory=list)  # of a step or an exchange, one for each trial
     chosen: str = ""  # settings that it found to be the fastest
     losses: list[float] = field(default_factory=list)  # of each trial's last step
     weights_sha256: str | None = None
-    problem: str = ""  # why it has no numbers, or not all of them
+    problem: str = ""  # why it has no times, or not all of them
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether it has all of its times."""
+        return bool(self.seconds) and not self.problem
 
     def ratios(self, reference: "Row | None") -> list[float]:
-        """This one's time by the reference's, trial by trial; none where one of them has none."""
+        """Its time by the reference's, trial by trial; none if one of them is not measured."""
         if reference is None or self.problem or reference.problem:
             return []
         return [own / other for own, other in zip(self.seconds, reference.seconds, strict=True)]
@@ -46,61 +51,52 @@ class Row:
 
 @dataclass
 class Table:
-    """Contenders that did the same work."""
+    """Contenders with the same workload."""
 
     title: str
     reference: str  # the row that the others are compared with
     rows: list[Row]
-    what: str = "step"
+    unit: str = "step"  # what a time is of
     notes: list[str] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
 
     def reference_row(self) -> Row | None:
         """The row that the others are compared with, if it was measured."""
-        return next((row for row in self.rows if row.name == self.reference and row.seconds and not row.problem), None)
+        return next((row for row in self.rows if row.name == self.reference and row.is_measured), None)
 
-    def plain(self) -> dict[str, Any]:
-        """The table as it stands in the JSON file."""
-        reference = self.reference_row()
-        rows = []
-        for row in self.rows:
-            ratios = row.ratios(reference)
-            rows.append(
-                {
-                    "name": row.name,
-                    "about": row.about,
-                    "problem": row.problem or None,
-                    f"ms_per_{self.what}": _rounded([1000 * s for s in row.seconds]),
-                    f"times_{self.reference}": _rounded(ratios),
-                    "chosen": row.chosen or None,
-                    "seconds": row.seconds,
-                    "losses": row.losses,
-                    "weights_sha256": row.weights_sha256,
-                }
-            )
-        return {
-            "title": self.title,
-            "reference": self.reference,
-            "settings": self.settings,
-            "notes": self.notes,
-            "rows": rows,
-        }
+    def to_dict(self) -> dict[str, Any]:
+        """The table as results have it."""
+        rows = [
+            {
+                "name": row.name,
+                "about": row.about,
+                "problem": row.problem or None,
+                f"ms_per_{self.unit}": _rounded([1000 * seconds for seconds in row.seconds]),
+                f"times_{self.reference}": _rounded(row.ratios(self.reference_row())),
+                "chosen": row.chosen or None,
+                "seconds": row.seconds,
+                "losses": row.losses,
+                "weights_sha256": row.weights_sha256,
+            }
+            for row in self.rows
+        ]
+        about = {"title": self.title, "reference": self.reference, "settings": self.settings, "notes": self.notes}
+        return about | {"rows": rows}
 
     def text(self) -> str:
         """The table for the terminal."""
         grid = Grid(box=None, pad_edge=False, title=self.title, title_justify="left", title_style="bold")
         grid.add_column("")
-        for heading in (f"ms/{self.what}", "(lowest to highest)", f"times {self.reference}", "(lowest to highest)"):
+        for heading in (f"ms/{self.unit}", "(lowest to highest)", f"times {self.reference}", "(lowest to highest)"):
             grid.add_column(heading, justify="right")
         grid.add_column("")
         reference = self.reference_row()
         for row in self.rows:
-            if row.problem or not row.seconds:
+            if not row.is_measured:
                 grid.add_row(row.name, "", "", "", "", row.problem)
                 continue
             time = spread([1000 * seconds for seconds in row.seconds])
-            ratios = row.ratios(reference)
-            ratio = spread(ratios) if ratios else None
+            ratio = spread(ratios) if (ratios := row.ratios(reference)) else None
             grid.add_row(
                 row.name,
                 f"{time.median:.4g}",
@@ -118,6 +114,4 @@ class Table:
 
 
 def _rounded(values: list[float]) -> dict[str, float] | None:
-    if not values:
-        return None
-    return {name: round(value, 4) for name, value in spread(values)._asdict().items()}
+    return {name: round(value, 4) for name, value in spread(values)._asdict().items()} if values else None

@@ -1,6 +1,7 @@
 """The command line: one command a file. `lockstep --help` imports no framework and answers at once."""
 
 import sys
+from itertools import pairwise
 
 import typer
 
@@ -8,12 +9,11 @@ from lockstep.cli.bench import bench
 from lockstep.cli.compare import compare
 from lockstep.cli.data import data
 from lockstep.cli.devices import devices
-from lockstep.cli.errors import is_reported_elsewhere, leave
+from lockstep.cli.errors import exit_with, is_reported_elsewhere
 from lockstep.cli.evaluate import evaluate
 from lockstep.cli.train import train
 
 app = typer.Typer(
-    help="Train one model on k devices: the same weights, bit for bit, whatever k is.",
     add_completion=False,
     rich_markup_mode=None,  # the decorated help costs 0.1 s at every start
     pretty_exceptions_enable=False,
@@ -25,7 +25,7 @@ for command in (train, evaluate, compare, bench, devices, data):
 
 @app.callback(invoke_without_command=True)
 def lockstep(
-    context: typer.Context, version: bool = typer.Option(False, "--version", help="Show the version and leave.")
+    context: typer.Context, version: bool = typer.Option(False, "--version", help="Show the version and exit.")
 ) -> None:
     """Train one model on k devices: the same weights, bit for bit, whatever k is."""
     if version:
@@ -42,22 +42,21 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         status = app(arguments, prog_name="lockstep", standalone_mode=False)
     except Exception as error:
-        if not hasattr(error, "format_message"):  # not a usage error of the command-line library
+        if not hasattr(error, "format_message"):  # not a usage error
             raise
         if is_reported_elsewhere():
             raise SystemExit(2) from None
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "lockstep"
-        leave(f"{error.format_message().rstrip('.')}.{_given(error, arguments)} See {command} --help.", status=2)
+        message = error.format_message()
+        sentence = message if message.endswith((".", "?")) else f"{message}."
+        exit_with(f"{sentence}{_got(error, arguments)} See {command} --help.", status=2)
     raise SystemExit(status)
 
 
-def _given(error: Exception, arguments: list[str]) -> str:
-    """The value that was given for the option that `error` is about: the library's message leaves it out."""
-    for option in getattr(getattr(error, "param", None), "opts", []):
-        for place, argument in enumerate(arguments):
-            if argument == option and place + 1 < len(arguments):
-                return f" It was given {arguments[place + 1]!r}."
-            if argument.startswith(f"{option}="):
-                return f" It was given {argument.partition('=')[2]!r}."
-    return ""
+def _got(error: Exception, arguments: list[str]) -> str:
+    """The value of the option that a usage error is about: typer's message leaves it out."""
+    options = getattr(getattr(error, "param", None), "opts", [])
+    parts = [part for argument in arguments for part in argument.split("=", 1)]
+    values = [value for option, value in pairwise(parts) if option in options]
+    return f" Got {values[-1]!r}." if values else ""

@@ -15,62 +15,59 @@ from lockstep.cli.errors import plain_errors
 def bench(
     *,
     models: Annotated[
-        str, typer.Option(help="Models, with commas: lenet, mlp, resnet18, transformer.")
+        str, typer.Option(help="Models, comma-separated: lenet, mlp, resnet18, transformer.")
     ] = "lenet,resnet18,transformer",
     only: Annotated[
         str | None,
         typer.Option(
-            help="Contenders, with commas: lockstep-1-device, lockstep-1-shard, text, text-in-memory, ddp, ddp-best, "
-            "ddp-compiled, fabric, accelerate. lockstep is always there.",
+            help="Contenders, comma-separated: lockstep-1-device, lockstep-1-shard, text, text-in-memory, ddp, "
+            "ddp-best, ddp-compiled, fabric, accelerate. lockstep is always measured.",
             show_default=False,
         ),
     ] = None,
     trials: Annotated[int, typer.Option(help="Trials of each contender; a median needs 5 or more.")] = 5,
     steps: Annotated[
-        int | None, typer.Option(help="Steps of a trial. Without it: as many as suit the model.", show_default=False)
+        int | None, typer.Option(help="Steps of a trial. Default: depends on the model.", show_default=False)
     ] = None,
     batch_size: Annotated[
         int | None,
-        typer.Option(help="Samples of a step. Without it: 256, but 64 for resnet18 on CPUs.", show_default=False),
+        typer.Option(help="Samples of a step. Default: 256, but 64 for resnet18 on CPUs.", show_default=False),
     ] = None,
-    precision: Annotated[str, typer.Option(help="fp32, or another of `lockstep train`, for models that know it.")] = (
-        "fp32"
-    ),
+    precision: Annotated[str, typer.Option(help="Precision, as in `lockstep train`; lenet always uses fp32.")] = "fp32",
     data: Annotated[str, typer.Option(help="The images: fashion-mnist or fashion-mnist-mini.")] = "fashion-mnist",
     more: Annotated[
         list[str] | None,
         typer.Option("--set", help="More settings of our own run, like exchange=tree.", show_default=False),
     ] = None,
     exchanges: Annotated[bool, typer.Option(help="Measure the exchanges against all_reduce too.")] = True,
-    out: Annotated[Path, typer.Option(help="Folder for the record and the picture.")] = Path("benchmarks/results"),
+    out: Annotated[Path, typer.Option(help="Folder for the results and the picture.")] = Path("benchmarks/results"),
     json: options.Json = False,
     **settings: Any,
 ) -> None:
     """Measure our step against the text's program, DistributedDataParallel, Fabric and Accelerate."""
-    from lockstep.bench.record import Asked, save
-    from lockstep.bench.record import bench as measure
-    from lockstep.bench.work import parse_settings
+    from lockstep.bench.run import run_bench, save_results
+    from lockstep.bench.workload import parse_settings
     from lockstep.core.errors import RunError
     from lockstep.report.runlog import to_json
 
-    asked = Asked(
+    result, tables = run_bench(
         devices=settings["devices"],
         models=models,
         only=only,
         num_trials=trials,
+        exchanges=exchanges,
+        command=" ".join(["lockstep", *sys.argv[1:]]),
+        log=lambda line: print(line, file=sys.stderr, flush=True),
         num_steps=steps,
         batch_size=batch_size,
         precision=precision,
         data=data,
-        data_dir=settings["data_dir"],
+        data_dir=None if settings["data_dir"] is None else str(settings["data_dir"].resolve()),
         settings=parse_settings(more or []),
-        exchanges=exchanges,
     )
-    command = " ".join(["lockstep", *sys.argv[1:]])
-    record, tables = measure(asked, command, lambda line: print(line, file=sys.stderr, flush=True))
-    paths = save(record, tables, out)
+    paths = save_results(result, tables, out)
     if json:
-        typer.echo(to_json(record))
+        typer.echo(to_json(result))
     else:
         for table in tables:
             typer.echo(f"{table.text()}\n")

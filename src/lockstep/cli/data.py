@@ -30,24 +30,21 @@ def data(
     data_dir: Path | None = settings["data_dir"]
     if name is not None and not name.endswith(".npz"):
         pick(DATASETS, name, "data set (or .npz file)")
-    for each in [name] if name else list(DATASETS):
-        is_whole = each == "fashion-mnist"
-        place = Path(each) if each.endswith(".npz") else MINI
-        if is_whole:
+    for each in [name] if name else DATASETS:
+        folder = data_dir if each == "fashion-mnist" else None
+        path: Path | None = Path(each) if each.endswith(".npz") else MINI
+        if each == "fashion-mnist":
             with fetch_progress() as progress:
-                found = find_or_fetch(data_dir, progress) if fetch or data_dir is not None else locate()
-            if found is None and verify:
-                raise DataError("fashion-mnist is not on this machine. Get it: lockstep data fashion-mnist --fetch.")
-            if found is None:
-                typer.echo(f"{each}: not on this machine; `lockstep data fashion-mnist --fetch` gets it")
-                continue
-            place = found
+                path = find_or_fetch(folder, progress) if fetch or folder else locate()
+        if path is None and verify:
+            raise DataError("fashion-mnist is not on this machine. Get it: lockstep data fashion-mnist --fetch.")
+        if path is None:
+            typer.echo(f"{each}: not on this machine; `lockstep data fashion-mnist --fetch` gets it")
+            continue
         about = f"  ({DATASETS[each]})" if each in DATASETS else ""
         if verify or each not in DATASETS:
-            data_set = load_dataset(each, data_dir if is_whole else None)
-            shape = "x".join(map(str, data_set.sample_shape or ()))
-            about = (
-                f"\n  good: {data_set.num_train:,} training and {data_set.num_test:,} test samples of {shape}, "
-                f"{data_set.num_classes} classes"
-            )
-        typer.echo(f"{each}: {place}{about}")
+            found_data = load_dataset(each, folder)
+            shape = "x".join(map(str, found_data.sample_shape or ()))
+            num_samples = f"{found_data.num_train:,} training and {found_data.num_test:,} test samples"
+            about = f"\n  good: {num_samples} of {shape}, {found_data.num_classes} classes"
+        typer.echo(f"{each}: {path}{about}")

@@ -5,12 +5,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lockstep.backends import BACKENDS, is_installed, load_backend
+from lockstep.cli import options
 from lockstep.cli.errors import plain_errors
 from lockstep.core.errors import BackendError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from lockstep.backends import Backend
     from lockstep.core.device import Hardware
 
@@ -19,88 +18,61 @@ if TYPE_CHECKING:
 def devices(
     backend: Annotated[
         str | None,
-        typer.Option(help=f"As this framework sees them: {', '.join(BACKENDS)}. Without it: the first one found."),
+        typer.Option(help=f"The framework to ask: {', '.join(BACKENDS)}. Default: the first one installed."),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    json: options.Json = False,
 ) -> None:
-    """List the devices of this machine, the frameworks on it and what they can do."""
-    from rich.console import Console
-
+    """List the devices and frameworks of this machine."""
     from lockstep.report.runlog import to_json
 
     if backend is not None:
-        load_backend(backend)  # a wrong name, or one that is not here, is answered before anything else
-    found, problems = _load_all()
-    chosen = found[backend or next(iter(found))]
-    hardware = chosen.hardware()
-    if json:
-        answer = {
-            "backend": chosen.name,
-            "version": chosen.version(),
-            "devices": [entry._asdict() for entry in hardware],
-            "backends": {
-                name: {"version": found[name].version(), **found[name].capabilities._asdict()}
-                if name in found
-                else {"problem": problems[name]}
-                for name in BACKENDS
-            },
-        }
-        typer.echo(to_json(answer))
-        return
-    out = Console(highlight=False, soft_wrap=True)
-    out.print(_device_table(hardware))
-    out.print(f"\n{_advice(chosen, hardware)}\n")
-    out.print(_backend_table(found))
-    for name, problem in problems.items():
-        out.print(f"{name}: {problem}", markup=False)
-
-
-def _load_all() -> "tuple[dict[str, Backend], dict[str, str]]":
-    """The backends whose framework can be imported, and what is wrong with each of the others."""
-    found, problems = {}, {}
-    for name in BACKENDS:
+        load_backend(backend)  # refuses a wrong name, or a framework that is not installed
+    found: dict[str, Backend] = {}
+    problems: dict[str, str] = {}
+    for name, install in BACKENDS.items():
         try:
             found[name] = load_backend(name)
         except BackendError as problem:
-            missing = f"not installed. To add it: {BACKENDS[name]}"
-            problems[name] = str(problem) if is_installed(name) else missing
-    return found, problems
+            problems[name] = str(problem) if is_installed(name) else f"not installed. To add it: {install}"
+    chosen = found[backend or next(iter(found))]
+    hardware = chosen.hardware()
+    if json:
+        able = {n: {"version": found[n].version(), **found[n].capabilities._asdict()} for n in found}
+        backends = {name: able.get(name) or {"problem": problems[name]} for name in BACKENDS}
+        about = {"backend": chosen.name, "version": chosen.version()}
+        typer.echo(to_json({**about, "devices": [entry._asdict() for entry in hardware], "backends": backends}))
+        return
+    typer.echo(_table([("device", "name", "memory", "cores"), *map(_device_row, hardware)]))
+    typer.echo(f"\n{_advice(chosen, hardware)}\n")
+    headings = ("backend", "version", "GPUs", "compiles", "random draws", "engines")
+    typer.echo(_table([headings, *map(_backend_row, found.values())]))
+    for name, why in problems.items():
+        typer.echo(f"{name}: {why}")
 
 
-def _device_table(hardware: "list[Hardware]") -> "Table":
-    from rich.table import Table
+def _table(rows: list[tuple[str, ...]]) -> str:
+    """Rows of text in columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
-    table = Table("device", "name", "memory", "cores", box=None, pad_edge=False)
-    for entry in hardware:
-        is_gpu = entry.device.kind == "cuda"
-        table.add_row(
-            str(entry.device) if is_gpu else "cpu:0, cpu:1, ...",
-            entry.name,
-            f"{entry.num_bytes / 2**30:.0f} GiB",
-            f"{entry.num_cores} {'multiprocessors' if is_gpu else 'cores'}" if entry.num_cores else "",
-        )
-    return table
+
+def _device_row(entry: "Hardware") -> tuple[str, ...]:
+    is_gpu = entry.device.kind == "cuda"
+    cores = f"{entry.num_cores} {'multiprocessors' if is_gpu else 'cores'}" if entry.num_cores else ""
+    name = str(entry.device) if is_gpu else "cpu:0, cpu:1, ..."
+    return name, entry.name, f"{entry.num_bytes / 2**30:.0f} GiB", cores
+
+
+def _backend_row(backend: "Backend") -> tuple[str, ...]:
+    able = backend.capabilities
+    gpus = f"{len(backend.hardware()) - 1} visible" if able.gpus else "no"
+    draws = "detected" if able.sees_random_draws else "not detected"
+    return backend.name, backend.version(), gpus, able.compiles, draws, ", ".join(able.engines)
 
 
 def _advice(backend: "Backend", hardware: "list[Hardware]") -> str:
-    num_gpus, cores = len(hardware) - 1, hardware[-1].num_cores
+    num_gpus, num_cores = len(hardware) - 1, hardware[-1].num_cores
+    gpus = f"No GPU is visible to {backend.name} {backend.version()}."
     if num_gpus:
-        advice = f"--devices {num_gpus} uses {'the GPU' if num_gpus == 1 else f'all {num_gpus} GPUs'}."
-    else:
-        advice = f"No GPU is visible to {backend.name} {backend.version()}."
-    return (
-        f"{advice} Logical CPU devices: as many as you like; more than {cores} "
-        f"share {'the core' if cores == 1 else 'cores'} and bring no speed."
-    )
-
-
-def _backend_table(found: "dict[str, Backend]") -> "Table":
-    from rich.table import Table
-
-    table = Table("backend", "version", "GPUs", "compiles", "sees random draws", "engines", box=None, pad_edge=False)
-    for name, backend in found.items():
-        able = backend.capabilities
-        gpus = f"{len(backend.hardware()) - 1} visible" if able.gpus else "cannot"
-        flags = (able.compiles, "yes" if able.sees_random_draws else "no")
-        table.add_row(name, backend.version(), gpus, *flags, ", ".join(able.engines))
-    return table
+        gpus = f"--devices {num_gpus} uses {'the GPU' if num_gpus == 1 else f'all {num_gpus} GPUs'}."
+    return f"{gpus} Logical CPU devices: as many as you like; more than {num_cores} share cores and bring no speed."

@@ -1,4 +1,4 @@
-"""How a command ends when something is wrong: one plain sentence and the exit status of the contract."""
+"""How a command ends when something is wrong: one sentence, and the exit status that goes with it."""
 
 import os
 import signal
@@ -16,34 +16,33 @@ def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
     """`command`, with errors as sentences. Exit status: 2 impossible, 1 failed, 130 interrupted."""
 
     @wraps(command)
-    def answering(*args: Any, **kwargs: Any) -> None:
+    def wrapper(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
         except LockstepError as error:
             if is_reported_elsewhere() if error.is_reported is None else error.is_reported:
                 raise SystemExit(error.exit_status) from None
             cause = error.__cause__ if isinstance(error, RankError) else None
-            trace = error.trace if cause is None else user_traceback(cause)
-            if trace:
+            if trace := error.trace if cause is None else user_traceback(cause):
                 print(trace, file=sys.stderr)
-            if isinstance(error, RankTimeout):  # what hangs would keep the program, or fall with it
+            if isinstance(error, RankTimeout):  # the thread that hangs would block a normal exit, or crash in it
                 print(f"lockstep: {error}.", file=sys.stderr, flush=True)
                 os._exit(error.exit_status)
-            leave(str(error), error.exit_status)
+            exit_with(str(error), error.exit_status)
         except KeyboardInterrupt:
-            leave("interrupted.", Interrupted.exit_status)
-        except BrokenPipeError:  # the reader of standard output has gone (`| head`): nothing to tell it
-            _give_up_standard_output()
+            exit_with("interrupted.", Interrupted.exit_status)
+        except BrokenPipeError:  # the reader of standard output has gone (`| head`)
+            _discard_standard_output()
             raise SystemExit(128 + signal.SIGPIPE) from None
         except OSError as problem:  # standard output is full or closed: files have errors of their own
-            _give_up_standard_output()
-            leave(f"the answer cannot be written: {problem.strerror}.", LockstepError.exit_status)
+            _discard_standard_output()
+            exit_with(f"standard output cannot be written: {problem.strerror}.", LockstepError.exit_status)
 
-    return answering
+    return wrapper
 
 
 def is_reported_elsewhere() -> bool:
-    """Whether another process of the same torchrun has printed already what is wrong: all of them find the same."""
+    """Whether another process of the same torchrun has printed the error: all of them find the same one."""
     env = torchrun_env()
     if env is None or env.size == 1:
         return False
@@ -55,12 +54,12 @@ def is_reported_elsewhere() -> bool:
         return False
 
 
-def _give_up_standard_output() -> None:
-    """What is still to be written goes nowhere; Python would fail on it a second time when it ends."""
+def _discard_standard_output() -> None:
+    """Buffered output goes to /dev/null: Python would fail on it again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def leave(sentence: str, status: int) -> NoReturn:
+def exit_with(sentence: str, status: int) -> NoReturn:
     """Ends the program with a sentence on standard error."""
     print(f"lockstep: {sentence}", file=sys.stderr)
     raise SystemExit(status)

@@ -8,12 +8,8 @@ import typer
 from lockstep.cli import options
 from lockstep.cli.errors import plain_errors
 
-EntryPoint = Annotated[
-    str | None,
-    typer.Option(
-        help="The run's own code, package.file:function: it is not run because a file names it.", show_default=False
-    ),
-]
+CODE = "The run's package.file:function, if it has one: code that only a file names is not run."
+EntryPoint = Annotated[str | None, typer.Option(help=CODE, show_default=False)]
 
 
 @plain_errors

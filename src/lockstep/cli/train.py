@@ -14,12 +14,7 @@ from lockstep.cli.errors import plain_errors
 def train(
     context: typer.Context,
     resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume",
-            help="Resume the run in --out from its last checkpoint, on any devices. Settings that are not given are "
-            "the run's own.",
-        ),
+        bool, typer.Option("--resume", help="Resume the run in --out, on any devices; settings default to its own.")
     ] = False,
     json: options.Json = False,
     **settings: Any,
@@ -41,7 +36,7 @@ def train(
 
 
 def recorded_settings(context: typer.Context, folder: Path) -> dict[str, Any]:
-    """The settings of the run in `folder`, but for what was given now. A file never names code to run."""
+    """The settings of the run in `folder` that are not given now. A file never names code to run."""
     from lockstep.config import field_of, settings_in
     from lockstep.core.entry_points import is_entry_point
     from lockstep.core.errors import ConfigError
@@ -49,19 +44,16 @@ def recorded_settings(context: typer.Context, folder: Path) -> dict[str, Any]:
     from lockstep.report.runlog import read_settings
 
     names = {option: field_of(option).name for option in context.params if option not in ("out", "resume", "json")}
-    given = {
-        name for option, name in names.items() if str(context.get_parameter_source(option)) != "ParameterSource.DEFAULT"
-    }
+    given = {names[o] for o in names if str(context.get_parameter_source(o)) != "ParameterSource.DEFAULT"}
     identity = {each.name for each in settings_in(IDENTITY)}
     if not (folder / "config.json").is_file():
         if not given & identity:
-            raise ConfigError(f"There is no run in {folder} to resume. To begin one there, give its settings.")
+            raise ConfigError(f"There is no run in {folder} to resume. To start one there, give its settings.")
         return {}
     recorded = read_settings(folder)
     found = {name: recorded[name] for name in names.values() if name in recorded and name not in given}
-    own = [(name, value) for name, value in found.items() if isinstance(value, str) and name in identity]
-    own = [(name, value) for name, value in own if is_entry_point(value) or value.endswith(" given in Python")]
-    if own:
+    named = [(name, value) for name, value in found.items() if name in identity and isinstance(value, str)]
+    if own := [(n, v) for n, v in named if is_entry_point(v) or v.endswith(" given in Python")]:
         wanted = " ".join(f"--{n} {v if is_entry_point(v) else 'package.file:function'}" for n, v in own)
         what = " and ".join(f"{name} {value}" for name, value in own)
         raise ConfigError(

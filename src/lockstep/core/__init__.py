@@ -1,1 +1,1 @@
-"""What everything else stands on: errors, devices, layout, serialization, tracing."""
+"""What every other package uses: errors, devices, settings, layout, serialization, tracing."""

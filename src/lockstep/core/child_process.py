@@ -1,4 +1,4 @@
-"""Child processes: made without a trap, and never to outlive their parent."""
+"""Child processes that end with their parent, and do not deadlock in their garbage collector."""
 
 import contextlib
 import ctypes
@@ -11,15 +11,14 @@ def die_with(parent: int) -> None:
     """Makes the system end this process when its parent ends, however that happens (Linux)."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it has ended in between
+    if os.getppid() != parent:  # it ended before the call
         os._exit(1)
 
 
 def fork() -> int:
-    """`os.fork`, where the child leaves alone what it inherits.
+    """`os.fork`, where the child does not delete what was garbage in the parent.
 
-    Some objects wait for a thread of their own when they are deleted. In the child there is no such thread, so its
-    garbage collector must not delete what was garbage in the parent: it would wait for ever.
+    Some objects join a thread of their own when they are deleted. The child has no such thread: it would wait for ever.
     """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""What a device is called: `cpu:0` is a logical CPU device, `cuda:1` a GPU."""
+"""Names of devices: `cpu:0` is a logical CPU device, `cuda:1` a GPU."""
 
 import operator
 import re
@@ -10,7 +10,7 @@ MAX_DEVICES = 4096
 
 
 class Device(str):
-    """The name of a device. A plain string to every framework; shown without quotes, as in the text.
+    """The name of a device: a plain string for every framework, shown without quotes, as in the text.
 
     >>> [Device("cpu:0"), Device("cuda")]
     [cpu:0, cuda:0]
@@ -38,7 +38,7 @@ class Device(str):
 
     @property
     def number(self) -> int:
-        """The number behind the colon."""
+        """The number after the colon."""
         return int(self.partition(":")[2])
 
     def __repr__(self) -> str:
@@ -48,17 +48,17 @@ class Device(str):
 class Hardware(NamedTuple):
     """One GPU, or all of the CPU, as `lockstep devices` lists it."""
 
-    device: Device  # cuda:1; the first logical device for the CPU
-    name: str  # what the maker calls it
-    num_bytes: int  # memory of the device
+    device: Device  # for the CPU, its first logical device
+    name: str  # of the product
+    num_bytes: int  # of memory
     num_cores: int  # CPU: cores that this process may use; GPU: multiprocessors
 
 
 def choose_devices(wanted: int | str | list[str], gpus: list[Device]) -> list[Device]:
     """The devices that `wanted` means on a machine with these `gpus`.
 
-    A number means that many GPUs if there are that many, else that many logical CPU devices; a list names
-    them one by one, and the same GPU may be listed twice.
+    A number: that many GPUs if there are that many, else that many logical CPU devices. A list names them one by one;
+    the same GPU may be listed twice.
 
     >>> choose_devices(2, gpus=[])
     [cpu:0, cpu:1]
@@ -67,22 +67,20 @@ def choose_devices(wanted: int | str | list[str], gpus: list[Device]) -> list[De
     """
     if isinstance(wanted, str):
         wanted = int(wanted) if re.fullmatch(r"\s*[+-]?\d{1,9}\s*", wanted) else wanted.split(",")
-    if hasattr(wanted, "__index__"):
+    if hasattr(wanted, "__index__"):  # numpy's integers too
         wanted = operator.index(wanted)
-    if not isinstance(wanted, (int, list)):
-        raise DeviceError(f"{wanted!r} is neither a number of devices nor a list like cpu:0,cpu:1.")
     if isinstance(wanted, int):
         if not 1 <= wanted <= MAX_DEVICES:
             raise DeviceError(f"{wanted} devices: give a number from 1 to {MAX_DEVICES}, or a list like cpu:0,cpu:1.")
         return gpus[:wanted] if len(gpus) >= wanted else [Device(f"cpu:{i}") for i in range(wanted)]
+    if not isinstance(wanted, list):
+        raise DeviceError(f"{wanted!r} is neither a number of devices nor a list like cpu:0,cpu:1.")
     devices = [Device(name) for name in wanted]
     check_devices(devices, gpus)
     for device in devices:
-        if device.kind == "cpu" and devices.count(device) > 1:
-            raise DeviceError(
-                f"{device} is listed {devices.count(device)} times. Number logical CPU devices apart: "
-                f"{','.join(f'cpu:{i}' for i in range(len(devices)))}."
-            )
+        if device.kind == "cpu" and (times := devices.count(device)) > 1:
+            distinct = ",".join(f"cpu:{i}" for i in range(len(devices)))
+            raise DeviceError(f"{device} is listed {times} times. Number logical CPU devices apart: {distinct}.")
     return devices
 
 
@@ -92,8 +90,8 @@ def check_devices(devices: list[Device], gpus: list[Device]) -> None:
         raise DeviceError("The list of devices is empty. Give a number, or a list like cpu:0,cpu:1.")
     if len({device.kind for device in devices}) > 1:
         raise DeviceError(
-            f"{', '.join(devices)} mixes CPU and GPU: their kernels round differently, so the weights would "
-            f"depend on which device a shard lands on. List devices of one kind."
+            f"{', '.join(devices)} mixes CPU and GPU: their kernels round differently, so the weights would depend on "
+            f"which device computes a shard. List devices of one kind."
         )
     for device in devices:
         if device.kind == "cuda" and device not in gpus:

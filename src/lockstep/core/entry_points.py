@@ -1,6 +1,5 @@
 """Code of the user's own, named on the command line as an entry point, `package.file:function`."""
 
-import difflib
 import importlib
 import sys
 from collections.abc import Callable
@@ -8,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core.errors import ConfigError, LockstepError
+from lockstep.core.registry import nearest
 from lockstep.core.source_lines import user_source_line
 
 OWN = "; or an entry point of your own: package.file:function"
 
 
 def is_entry_point(name: str) -> bool:
-    """Whether `name` says where something is, and is not itself the name of something that we have.
+    """Whether `name` is the entry point of something, and not the name of something that comes with Lockstep.
 
     >>> is_entry_point("mypackage.nets:make_model"), is_entry_point("resnet18"), is_entry_point("data/mine.npz")
     (True, False, False)
@@ -24,7 +24,7 @@ def is_entry_point(name: str) -> bool:
 
 
 def load_entry_point(name: str, what: str) -> Any:
-    """What `package.file:function` stands for. Files in the current folder are found too.
+    """The object at `package.file:function`. Files in the current folder are found too.
 
     >>> load_entry_point("math:sqrt", "model")(4.0)
     2.0
@@ -35,30 +35,24 @@ def load_entry_point(name: str, what: str) -> Any:
         sys.path.insert(0, here)  # and it stays: what is loaded may import its neighbours later
     try:
         found: Any = importlib.import_module(module)
-    except ModuleNotFoundError as missing:
-        if missing.name is None or not f"{module}.".startswith(f"{missing.name}."):
-            raise ConfigError(
-                f"The {what} {name} cannot be loaded: {module} needs {missing.name}, which is not there."
-            ) from missing
-        raise ConfigError(
-            f"The {what} {name} cannot be loaded: there is no module {module}, neither installed nor in {here}."
-        ) from missing
     except Exception as problem:
-        raise ConfigError(
-            f"The {what} {name} cannot be loaded: importing {module} fails with {type(problem).__name__}: {problem}."
-        ) from problem
+        why = f"importing {module} fails with {type(problem).__name__}: {problem}"
+        if isinstance(problem, ModuleNotFoundError):
+            is_itself = problem.name is not None and f"{module}.".startswith(f"{problem.name}.")
+            needs = f"{module} needs {problem.name}, which is not installed"
+            why = f"there is no module {module}, neither installed nor in {here}" if is_itself else needs
+        raise ConfigError(f"The {what} {name} cannot be loaded: {why}.") from problem
     for part in attribute.split("."):
         if not hasattr(found, part):
             own = [n for n, v in vars(found).items() if getattr(v, "__module__", None) == module and n[:1] != "_"]
-            near = difflib.get_close_matches(part, own, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"{module} has no {part} for the {what}.{hint} It has: {', '.join(own) or 'nothing'}.")
+            hint, has = nearest(part, own), ", ".join(own) or "nothing"
+            raise ConfigError(f"{module} has no {part} for the {what}.{hint} It has: {has}.")
         found = getattr(found, part)
     return found
 
 
 def call_user_function(function: Callable[..., Any], what: str, *arguments: Any) -> Any:
-    """What the user's function gives; the error names it, and the user's own line.
+    """What the user's function returns; an error names it, and the user's own line.
 
     >>> call_user_function(lambda: 1 / 0, "data")
     Traceback (most recent call last):
@@ -75,21 +69,15 @@ def call_user_function(function: Callable[..., Any], what: str, *arguments: Any)
 
 
 def describe(value: Any) -> str:
-    """What a run's record calls a user object: its entry point where it has one, else its kind.
+    """What a run's record calls a user object: its entry point where it has one, else its type.
 
     >>> import math
     >>> describe(math.sqrt), describe(lambda: 1), describe([1, 2])
     ('math:sqrt', 'a function given in Python', 'a list given in Python')
     """
-    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    if (
-        isinstance(module, str)
-        and isinstance(name, str)
-        and is_entry_point(f"{module}:{name}")
-        and module != "__main__"
-    ):
+    module, name = getattr(value, "__module__", None) or "", getattr(value, "__qualname__", "")
+    if module != "__main__" and is_entry_point(f"{module}:{name}"):
         return f"{module}:{name}"
-    if callable(value) and isinstance(name, str):
-        return f"{name} given in Python" if name.isidentifier() else "a function given in Python"
-    kind = type(value).__name__
-    return f"a {kind} given in Python"
+    if name and callable(value):
+        return f"{name} given in Python" if str(name).isidentifier() else "a function given in Python"
+    return f"a {type(value).__name__} given in Python"

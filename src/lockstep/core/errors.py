@@ -8,18 +8,18 @@ LockstepError
 `- RunError        1  the run was started and failed
    |- RankError    1  ... on one rank, in one phase; the cause is `__cause__`
    |- OutOfMemory  1  ... because a shard does not fit into a device's memory; says which number of shards does
-   |- CaptureError 1  ... as a CUDA graph; it goes on eagerly, so users read the reason and never meet the error
+   |- CaptureError 1  ... as a CUDA graph; users only see the reason: the run continues eagerly
    |- RankTimeout  1  ... because a thread of this process hangs
-   |- PeerFailure  1  ... because other ranks are gone, or did not arrive in time
+   |- PeerFailure  1  ... because other ranks failed, or did not arrive in time
    `- Interrupted 130  ... because the user ended it
 """
 
 
 class LockstepError(Exception):
-    """Something went wrong that we can put into a sentence."""
+    """The base of all of them. The message is for the user."""
 
     exit_status = 1
-    trace = ""  # the user's own traceback, where it was another process's
+    trace = ""  # the user's own traceback, where it comes from another process
     is_reported: bool | None = None  # another process has printed it already; None: not known
 
 
@@ -46,7 +46,7 @@ class RunError(LockstepError):
 
 
 class RankError(RunError):
-    """What failed on one rank: the rank, its device and the phase are named, the original is the cause."""
+    """A failure of one rank: the rank, its device and the phase are named, the original is the cause."""
 
     def __init__(self, rank: int, device: str, phase: str, cause: BaseException, where: str = "") -> None:
         self.rank, self.device, self.phase = rank, device, phase
@@ -58,13 +58,13 @@ class RankError(RunError):
 class OutOfMemory(RunError):
     """A shard does not fit into a device's memory."""
 
-    def __init__(self, rank: int, device: str, num_samples: int, advice: str, said: str, where: str = "") -> None:
+    def __init__(self, rank: int, device: str, num_samples: int, advice: str, original: str, where: str = "") -> None:
         self.rank, self.device = rank, device
         at = f" (at {where})" if where else ""
         super().__init__(
             f"rank {rank} ({device}), during forward and backward: a shard of {num_samples} "
             f"sample{'s' * (num_samples > 1)} does not fit into memory. {advice}. "
-            f"The framework said: {said.splitlines()[0] if said else 'nothing'}{at}"
+            f"The framework reported: {original.splitlines()[0] if original else 'nothing'}{at}"
         )
 
 
@@ -73,14 +73,14 @@ class CaptureError(RunError):
 
 
 class PeerFailure(RunError):
-    """Other ranks are gone, or did not arrive in time; this one could go on."""
+    """Other ranks failed, or did not arrive in time; this one could continue."""
 
-    timed_out = False  # nobody is known to be gone
+    timed_out = False  # no rank is known to have failed
     stragglers: tuple[int, ...] = ()  # ranks that are known not to have arrived
 
 
 class RankTimeout(RunError):
-    """A thread of this process hangs, and only the end of the process ends it."""
+    """A thread of this process hangs, and cannot be ended without ending the process."""
 
 
 class Interrupted(RunError):
@@ -90,5 +90,5 @@ class Interrupted(RunError):
 
 
 def first_line(problem: BaseException) -> str:
-    """The first line of an error's message, without its full stop; the error's kind where it has none."""
+    """The first line of an error's message, without its full stop; the error's type where it has none."""
     return (str(problem).splitlines() or [type(problem).__name__])[0].rstrip(".")

@@ -1,30 +1,28 @@
-"""Ctrl-C and SIGTERM: the step under way is finished, then the run stops in its own words. A second one ends it now."""
+"""Ctrl-C and SIGTERM: the run stops after the step under way. A second one ends it at once."""
 
 import signal
 import sys
 import threading
 from collections.abc import Sequence
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupts:
-    """While it is entered in the main thread, says whether the run is to stop."""
+    """While it is entered in the main thread, `requested` is whether the run is to stop."""
 
     def __init__(self, notify: bool = False, signals: Sequence[signal.Signals] = SIGNALS) -> None:
         self._notify, self._signals, self.requested = notify, signals, False
 
     def __enter__(self) -> Self:
         is_main = threading.current_thread() is threading.main_thread()
-        heard = [number for number in self._signals if is_main and signal.getsignal(number) != signal.SIG_IGN]
-        self._before = {number: signal.signal(number, self._received) for number in heard}
+        handled = [number for number in self._signals if is_main and signal.getsignal(number) != signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._received) for number in handled}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set by Python
 
@@ -33,4 +31,4 @@ class Interrupts:
             raise KeyboardInterrupt
         self.requested = True
         if self._notify:
-            print("\nstopping after this step; once more ends it now", file=sys.stderr, flush=True)
+            print("\nstopping after this step; press Ctrl-C again to end it now", file=sys.stderr, flush=True)

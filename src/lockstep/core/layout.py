@@ -1,4 +1,4 @@
-"""Where each parameter lies in one flat vector, and the hash of the parameters."""
+"""The offset of each parameter in one flat vector, and the hash of the parameters."""
 
 import hashlib
 import math
@@ -15,7 +15,7 @@ ALIGNMENT = 16  # float32 entries, 64 bytes: a parameter starts on a cache line,
 
 @dataclass(frozen=True)
 class Layout:
-    """The names and shapes of the parameters, in model order, and their places in the flat vector.
+    """The names and shapes of the parameters, in model order, which decide where each one is in the flat vector.
 
     A parameter starts at a multiple of `ALIGNMENT`; the entries between two parameters stay zero.
 
@@ -31,33 +31,27 @@ class Layout:
 
     @property
     def pieces(self) -> tuple[int, ...]:
-        """Sizes that cut the flat vector up: parameter, gap, parameter, gap, ..., parameter."""
+        """The sizes to split the flat vector by: parameter, gap, parameter, gap, ..., parameter."""
         sizes = [math.prod(shape) for shape in self.shapes]
-        pieces = [piece for size in sizes for piece in (size, -size % ALIGNMENT)]
-        return tuple(pieces[:-1])
+        return tuple(piece for size in sizes for piece in (size, -size % ALIGNMENT))[:-1]
 
     @property
     def size(self) -> int:
         """Entries of the flat vector, gaps included."""
         return sum(self.pieces)
 
-    @property
-    def num_parameters(self) -> int:
-        """Entries of all parameters together, without gaps."""
-        return sum(math.prod(shape) for shape in self.shapes)
-
     def flatten(self, arrays: list[Array]) -> Array:
         """The arrays as one flat float32 vector."""
         flat = np.zeros(self.size, np.float32)
-        for piece, array in zip(self._places(flat), arrays, strict=True):
+        for piece, array in zip(self._views(flat), arrays, strict=True):
             piece[:] = array.reshape(-1)
         return flat
 
     def unflatten(self, flat: Array) -> list[Array]:
         """The parameters, each in its own shape; views of `flat`."""
-        return [piece.reshape(shape) for piece, shape in zip(self._places(flat), self.shapes, strict=True)]
+        return [piece.reshape(shape) for piece, shape in zip(self._views(flat), self.shapes, strict=True)]
 
-    def _places(self, flat: Array) -> list[Array]:
+    def _views(self, flat: Array) -> list[Array]:
         return np.split(flat, np.cumsum(self.pieces)[:-1])[::2]
 
 

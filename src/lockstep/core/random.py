@@ -1,11 +1,11 @@
 """Random numbers that depend on a key and on nothing else, never on what was drawn before.
 
-`RandomState` is numpy's frozen generator: its streams are the same in every version; `default_rng` does not promise it.
+`RandomState` is frozen: its streams are the same in every version of numpy, which `default_rng` does not promise.
 """
 
 import numpy as np
 
-DROPOUT, AUGMENTATION, OPTIMIZER = 1, 2, 3  # the last part of a key says what the random numbers are for
+DROPOUT, AUGMENTATION, OPTIMIZER = 1, 2, 3  # the last part of a key: what the random numbers are for
 
 
 def keyed_random(*key: int) -> np.random.RandomState:

@@ -1,7 +1,7 @@
 """Choosing by name from a table, with an error that lists what there is."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from lockstep.core.errors import ConfigError
@@ -20,6 +20,11 @@ def pick(table: Mapping[str, T], name: str, what: str, more: str = "") -> T:
     """
     if name in table:
         return table[name]
-    near = difflib.get_close_matches(name.lower(), table, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    hint = nearest(name.lower(), table)
     raise ConfigError(f"There is no {what} called {name!r}.{hint} There are: {', '.join(sorted(table))}{more}.")
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The one of `names` that was probably meant, as a question; nothing where none is near."""
+    near = difflib.get_close_matches(name, list(names), n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""

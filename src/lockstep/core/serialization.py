@@ -1,6 +1,6 @@
 """A tree of plain values and arrays as bytes, and back: safetensors whose header holds the rest as JSON. No pickle.
 
-Checkpoints are such bytes in a file; what processes tell each other is such bytes on the wire.
+Used for checkpoints and for messages between processes.
 """
 
 import hashlib
@@ -13,10 +13,7 @@ from safetensors.numpy import load, save
 from lockstep.core.layout import Array
 
 KEY = "lockstep"  # of the JSON in the header; the only one, so that equal trees give equal bytes
-
-KINDS = {
-    np.dtype(kind) for kind in ["?", "u1", "i1", "<u2", "<i2", "<u4", "<i4", "<u8", "<i8", "<f2", "<f4", "<f8", "<c8"]
-}
+DTYPES = set(map(np.dtype, ["?", "u1", "i1", "<u2", "<i2", "<u4", "<i4", "<u8", "<i8", "<f2", "<f4", "<f8", "<c8"]))
 
 
 class NotSerializable(TypeError):
@@ -28,7 +25,7 @@ class CorruptData(ValueError):
 
 
 def pack(tree: Any) -> bytes:
-    """Plain values, lists, tuples, dicts and arrays as bytes; arrays are called by their place in the tree.
+    """Plain values, lists, tuples, dicts and arrays as bytes; arrays are named by their path in the tree.
 
     >>> unpack(pack({"step": 3, "betas": (0.9, 0.999), 7: np.arange(2)}))
     {'step': 3, 'betas': (0.9, 0.999), 7: array([0, 1])}
@@ -40,7 +37,7 @@ def pack(tree: Any) -> bytes:
 
 
 def unpack(data: bytes, is_strict: bool = True) -> Any:
-    """The tree that was packed; if it `is_strict`, anything but the very bytes that `pack` gave for it is an error.
+    """The tree that was packed. If `is_strict`, any other bytes than those that `pack` makes of it are an error.
 
     >>> unpack(b"anything else")
     Traceback (most recent call last):
@@ -48,7 +45,7 @@ def unpack(data: bytes, is_strict: bool = True) -> Any:
     """
     try:
         arrays = load(data)
-    except Exception as problem:  # the library has several kinds of error, and none of them matters
+    except Exception as problem:  # safetensors raises errors of several types
         raise CorruptData("it is not a safetensors file") from problem
     try:
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
@@ -57,7 +54,7 @@ def unpack(data: bytes, is_strict: bool = True) -> Any:
             raise CorruptData("its SHA-256 is not that of what it holds")
         tree = _tree(json.loads(inner["tree"]), arrays)
         if is_strict and pack(tree) != data:  # other spaces in the header, say
-            raise ValueError("other bytes stand for the same")
+            raise ValueError("the same tree in other bytes")
     except CorruptData:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
@@ -66,22 +63,21 @@ def unpack(data: bytes, is_strict: bool = True) -> Any:
 
 
 def _sha256(plain: str, arrays: dict[str, Array]) -> str:
-    """SHA-256 of the JSON, and of every array with its name, kind and shape."""
+    """SHA-256 of the JSON, and of every array with its name, dtype and shape."""
     digest = hashlib.sha256(plain.encode())
-    for name in sorted(arrays):
-        array = arrays[name]
+    for name, array in sorted(arrays.items()):
         digest.update(f"\n{name} {array.dtype.str} {array.shape}\n".encode())
         digest.update(array.tobytes())
     return digest.hexdigest()
 
 
 def _plain(value: Any, path: str, arrays: dict[str, Array]) -> Any:
-    """The value as JSON has it, its arrays moved to `arrays`."""
+    """The value as JSON can hold it, its arrays moved to `arrays`."""
     match value:
         case None | bool() | int() | float() | str():
             return value
         case np.ndarray():
-            if value.dtype.newbyteorder("<") not in KINDS:
+            if value.dtype.newbyteorder("<") not in DTYPES:
                 raise NotSerializable(f"{path or 'it'} is an array of {value.dtype}")
             name = path or "array"
             while name in arrays or name == "__metadata__":  # {"a/b": ..., "a": {"b": ...}}

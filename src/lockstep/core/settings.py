@@ -2,11 +2,11 @@
 
 import math
 import operator
-import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import Field, field
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from types import NoneType
+from typing import Any, get_args
 
 from lockstep.core.errors import ConfigError
 from lockstep.core.registry import pick
@@ -15,33 +15,13 @@ IDENTITY = "identity"  # the bits of a run depend on it: a resumed run must have
 AGREED = "agreed"  # all ranks of a run must have the same; the bits do not depend on it
 LOCAL = "local"  # of this process only
 
-
-class Limits(NamedTuple):
-    """The numbers that are allowed."""
-
-    text: str  # "at least 1"
-    allow: Callable[[float], bool]
-
-
-def at_least(least: float) -> Limits:
-    """`least` or more."""
-    return Limits(f"at least {least:g}", lambda value: least <= value < math.inf)
-
-
-def above(lower: float, upper: float = math.inf) -> Limits:
-    """More than `lower`, and less than `upper`."""
-    text = f"more than {lower:g}" + (f" and less than {upper:g}" if upper < math.inf else "")
-    return Limits(text, lambda value: lower < value < upper)
-
-
-def from_to_below(least: float, upper: float) -> Limits:
-    """`least` or more, and less than `upper`."""
-    return Limits(f"at least {least:g} and less than {upper:g}", lambda value: least <= value < upper)
-
-
-def between(least: float, most: float) -> Limits:
-    """From `least` to `most`."""
-    return Limits(f"from {least} to {most}", lambda value: least <= value <= most)
+COMPARISONS = {
+    ">=": ("at least", operator.ge),
+    ">": ("more than", operator.gt),
+    "<=": ("at most", operator.le),
+    "<": ("less than", operator.lt),
+}
+TYPE_NAMES = {int: "an integer", float: "a number", str: "a name", bool: "True or False", Path: "a path"}
 
 
 def setting(
@@ -49,52 +29,58 @@ def setting(
     help: str,
     scope: str = LOCAL,
     *,
-    limits: Limits | None = None,
+    limits: Mapping[str, float] | None = None,
     choices: Mapping[str, Any] | None = None,
     option: str = "",
 ) -> Any:
-    """A dataclass field. `choices` are the names that it takes, `option` is what it is called for the user."""
-    metadata = {"help": help, "scope": scope, "limits": limits, "choices": choices, "option": option}
+    """A dataclass field, with limits like {">=": 0, "<": 1}; `option` is its name for users, where that is another."""
+    metadata = {"help": help, "scope": scope, "limits": limits or {}, "choices": choices, "option": option}
     return field(default=default, metadata=metadata)
 
 
-def option_of(each: "Field[Any]") -> str:
-    """What a setting is called on the command line and in `lockstep.train`."""
-    return str(each.metadata["option"] or each.name)
+def option_of(spec: "Field[Any]") -> str:
+    """What a setting is called in `lockstep.train`."""
+    return str(spec.metadata["option"] or spec.name)
 
 
-def help_of(each: "Field[Any]") -> str:
-    """The help text, with the names that can be chosen."""
-    choices = each.metadata["choices"]
-    return str(each.metadata["help"]) + (f" One of: {', '.join(choices)}." if choices else "")
+def flag_of(spec: "Field[Any]") -> str:
+    """What a setting is called on the command line."""
+    return f"--{option_of(spec).replace('_', '-')}"
 
 
-def checked(each: "Field[Any]", kind: Any, value: Any) -> Any:
-    """The value as the type of its setting; refuses what it cannot be, with the option's name."""
-    kinds = [entry for entry in (get_args(kind) or (kind,)) if entry is not types.NoneType]
-    flag, words = f"--{option_of(each).replace('_', '-')}", each.name.removeprefix("num_").replace("_", " ")
-    if value is None and len(kinds) < len(get_args(kind)):
+def help_of(spec: "Field[Any]") -> str:
+    """The help text, with the names that can be chosen and, where they are strings, what each one means."""
+    choices: Mapping[str, Any] = spec.metadata["choices"] or {}
+    named = [f"{name}: {about}" for name, about in choices.items() if isinstance(about, str)]
+    listed = f" {'; '.join(named)}." if named else f" One of: {', '.join(choices)}." if choices else ""
+    return f"{spec.metadata['help']}{listed}"
+
+
+def checked(spec: "Field[Any]", annotation: Any, value: Any) -> Any:
+    """The value as the type of its setting; an error names the value, what is allowed and the option."""
+    types = [entry for entry in get_args(annotation) or (annotation,) if entry is not NoneType]
+    if value is None and types != [annotation]:
         return None
-    if kinds == [int]:
+    words = spec.name.removeprefix("num_").replace("_", " ")
+    if len(types) == 1:  # devices, a number or a list, are checked where they are looked up
         try:
-            value = operator.index(value)  # numpy's integers too
-        except TypeError:
-            raise ConfigError(f"{words} must be an integer, got {value!r} ({flag}).") from None
-    elif kinds == [float]:
-        try:
-            value = float(value)
+            value = _converted(types[0], value)
         except (TypeError, ValueError, OverflowError):
-            raise ConfigError(f"{words} must be a number, got {value!r} ({flag}).") from None
-    elif kinds == [str] and not isinstance(value, str):
-        hint = " A function of the optimizer goes to scheduler=." if each.name == "schedule" else ""
-        raise ConfigError(f"{words} must be a name, got {value!r} ({flag}).{hint}")
-    elif kinds == [bool] and not isinstance(value, bool):
-        raise ConfigError(f"{words} must be True or False, got {value!r} ({flag}).")
-    elif kinds == [Path]:
-        value = Path(value)
-    limits, choices = each.metadata["limits"], each.metadata["choices"]
-    if limits is not None and not limits.allow(value):
-        raise ConfigError(f"{words} must be {limits.text}, got {value} ({flag}).")
-    if choices is not None:
-        pick(choices, value, words)
+            raise ConfigError(f"{words} must be {TYPE_NAMES[types[0]]}, got {value!r} ({flag_of(spec)}).") from None
+    limits = [(*COMPARISONS[sign], bound) for sign, bound in spec.metadata["limits"].items()]
+    if limits and not (value < math.inf and all(allows(value, bound) for _, allows, bound in limits)):
+        allowed = " and ".join(f"{text} {bound}" for text, _, bound in limits)
+        raise ConfigError(f"{words} must be {allowed}, got {value} ({flag_of(spec)}).")
+    if spec.metadata["choices"] is not None:
+        pick(spec.metadata["choices"], value, words, more=f" ({flag_of(spec)})")
+    return value
+
+
+def _converted(target: Any, value: Any) -> Any:
+    if target is int:
+        return operator.index(value)  # numpy's integers too
+    if target in (float, Path):
+        return target(value)
+    if not isinstance(value, target):
+        raise TypeError
     return value

@@ -10,13 +10,11 @@ NOT_THE_USERS = (sysconfig.get_path("stdlib"), PACKAGE, "<")
 
 
 def user_source_line(error: BaseException) -> str:
-    """`file:line` of the last place in the user's own code that `error` went through, or nothing."""
-    where, trace = "", error.__traceback__
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if _is_users(file):
-            where = f"{file}:{trace.tb_lineno}"
-        trace = trace.tb_next
+    """`file:line` of the innermost frame of a traceback that is the user's own code, or nothing."""
+    where = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if _is_users(frame.f_code.co_filename):
+            where = f"{frame.f_code.co_filename}:{line}"
     return where
 
 
@@ -37,9 +35,8 @@ def user_traceback(error: BaseException) -> str:
     trace = error.__traceback__
     while trace is not None and not _is_users(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
-    if trace is None:
-        return ""
-    return "".join(traceback.format_exception(type(error), error, trace, chain=False)).rstrip()
+    shown = traceback.format_exception(type(error), error, trace, chain=False) if trace is not None else []
+    return "".join(shown).rstrip()
 
 
 def _is_users(file: str) -> bool:

@@ -1,11 +1,11 @@
-"""Whether torchrun started this process, and which of the run's ranks it has; no framework is loaded to find out."""
+"""Whether torchrun started this process, and as which rank; no framework is loaded to find out."""
 
 import os
 from typing import NamedTuple
 
 
 class TorchrunEnv(NamedTuple):
-    """What torchrun says in the environment of a process that it started."""
+    """The environment of a process that torchrun started."""
 
     rank: int
     size: int
@@ -13,7 +13,7 @@ class TorchrunEnv(NamedTuple):
     local_size: int
     host: str
     port: int
-    attempt: str  # what sets one start of all processes apart from the next
+    attempt: str  # differs between one start of all processes and the next
     is_restarted: bool
 
 
@@ -23,19 +23,14 @@ def torchrun_env() -> TorchrunEnv | None:
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or "RANK" not in env:
         return None
     restarts = env.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return TorchrunEnv(
-        rank=int(env["RANK"]),
-        size=int(env["WORLD_SIZE"]),
-        local_rank=int(env["LOCAL_RANK"]),
-        local_size=int(env["LOCAL_WORLD_SIZE"]),
-        host=env["MASTER_ADDR"],
-        port=int(env["MASTER_PORT"]),
-        attempt=f"{env.get('TORCHELASTIC_RUN_ID', '')}/{restarts}/{env['WORLD_SIZE']}",
-        is_restarted=restarts != "0",
+    rank, size, local_rank, local_size, port = (
+        int(env[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
     )
+    attempt = f"{env.get('TORCHELASTIC_RUN_ID', '')}/{restarts}/{size}"
+    return TorchrunEnv(rank, size, local_rank, local_size, env["MASTER_ADDR"], port, attempt, restarts != "0")
 
 
 def prints_result() -> bool:
-    """Whether this process is the one of the run that prints: all of them come to the same result."""
+    """Whether this process prints the result of the run, which all of its processes have."""
     env = torchrun_env()
     return env is None or env.rank == 0

@@ -1,7 +1,7 @@
 """Where the time of a step goes: what each rank did from when to when, while a run is traced.
 
 `span` is put around the parts of a step; it does nothing unless the calling thread is traced. A span within another one
-interrupts it, so no moment is counted twice. What lies between two spans of a step is waiting.
+interrupts it, so no moment is counted twice. The time between two spans of a step is waiting.
 """
 
 import threading
@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple
 
-MAX_SPANS = 100_000  # of a rank, in whole: the first thousand steps or so
+MAX_SPANS = 100_000  # of a rank: the first thousand steps or so
 WAIT = "wait"
-SHARED = ("data", "forward", "backward", "forward and backward")  # work that k devices share out
+SHARED = ("data", "forward", "backward", "forward and backward")  # work that is divided among k devices
 REPEATED = "update"  # work that every device does for itself
-_LOCAL = threading.local()  # .trace: that of the rank which this thread works for
+_LOCAL = threading.local()  # .trace: of the rank that this thread works for
 
 
 class Span(NamedTuple):
@@ -38,20 +38,20 @@ class Trace:
 
     @cached_property
     def exchange(self) -> "Trace":
-        """Of the thread that exchanges while the rank computes."""
+        """The spans of the thread that exchanges while the rank computes."""
         return Trace()
 
     def start_step(self, step: int) -> None:
-        """What comes next belongs to this step."""
+        """The spans that follow belong to this step."""
         self.step = self.exchange.step = step
 
-    def enter(self, name: str) -> None:
-        """From now on, the rank does this."""
+    def start_span(self, name: str) -> None:
+        """Starts a span; the one around it is interrupted."""
         self._close()
         self._open.append(name)
 
-    def leave(self) -> None:
-        """It goes on with what it did before."""
+    def end_span(self) -> None:
+        """Ends the innermost span; the one around it continues."""
         self._close()
         self._open.pop()
 
@@ -79,13 +79,13 @@ def span(name: str) -> Iterator[None]:
     if trace is None:
         yield
         return
-    trace.enter(name)
+    trace.start_span(name)
     try:
         yield
         if _LOCAL.synchronize is not None:
             _LOCAL.synchronize()
     finally:
-        trace.leave()
+        trace.end_span()
 
 
 def with_waits(spans: Sequence[Span]) -> list[Span]:
@@ -105,74 +105,54 @@ def chrome_trace(
 
     An exchange that overlaps with a rank's work is the row below.
     """
-    rows = [
-        row
-        for rank, device in enumerate(devices)
-        for row in (
-            (f"rank {rank} ({device})", with_waits(ranks[rank])),
-            (f"rank {rank}, overlapped exchange", exchanges[rank]),
-        )
-        if row[1]
-    ]
-    begin = min((one.start for _, spans in rows for one in spans), default=0.0)
-    events: list[dict[str, Any]] = [
+    rows: list[tuple[str, Sequence[Span]]] = []
+    for rank, device in enumerate(devices):
+        rows.append((f"rank {rank} ({device})", with_waits(ranks[rank])))
+        rows.append((f"rank {rank}, overlapped exchange", exchanges[rank]))
+    rows = [(name, spans) for name, spans in rows if spans]
+    start = min((one.start for _, spans in rows for one in spans), default=0.0)
+    names: list[dict[str, Any]] = [
         {"name": "thread_name", "ph": "M", "pid": 0, "tid": row, "args": {"name": name}}
         for row, (name, _) in enumerate(rows)
     ]
-    for row, (_, spans) in enumerate(rows):
-        events += [
-            {
-                "name": one.name,
-                "ph": "X",
-                "pid": 0,
-                "tid": row,
-                "ts": round(1e6 * (one.start - begin), 1),
-                "dur": round(1e6 * (one.end - one.start), 1),
-                "args": {"step": one.step},
-            }
-            for one in spans
-        ]
-    return events
+    return names + [
+        {"name": one.name, "ph": "X", "pid": 0, "tid": row, "args": {"step": one.step}}
+        | {"ts": round(1e6 * (one.start - start), 1), "dur": round(1e6 * (one.end - one.start), 1)}
+        for row, (_, spans) in enumerate(rows)
+        for one in spans
+    ]
 
 
 class Lost(NamedTuple):
-    """A step in milliseconds, averaged over steps and ranks: what it takes, what it would, and what the rest is."""
+    """A step in milliseconds, averaged over steps and ranks: what it takes, what it would take, and the difference."""
 
     step: float
     perfect: float  # if k devices were k times as fast as one
-    to: dict[str, float]  # what -> milliseconds
+    to: dict[str, float]  # name of the spans -> milliseconds
 
     def sentence(self, num_ranks: int) -> str:
-        """What is said at the end of a run."""
+        """The summary that a traced run ends with."""
         parts = ", ".join(f"{name} {ms:.2f}" for name, ms in self.to.items()) or "nothing"
-        return (
-            f"a step took {self.step:.2f} ms; a perfect {num_ranks}-fold speed-up would take {self.perfect:.2f}; "
-            f"lost in ms: {parts}"
-        )
+        perfect = f"a perfect {num_ranks}-fold speed-up would take {self.perfect:.2f}"
+        return f"a step took {self.step:.2f} ms; {perfect}; lost in ms: {parts}"
 
 
 def lost_time(ranks: Sequence[Sequence[Span]]) -> Lost:
-    """Where a perfect k-fold speed-up went. The first step is left out: things are loaded in it.
+    """What a perfect k-fold speed-up was lost to. The first step is left out: kernels are loaded in it.
 
     >>> one = [Span("forward", 2, 0.0, 0.004), Span("update", 2, 0.005, 0.006)]
     >>> lost_time([one, [Span("forward", 2, 0.0, 0.005), Span("update", 2, 0.005, 0.006)]])
     Lost(step=6.0, perfect=5.0, to={'update': 0.5, 'wait': 0.5})
     """
-    steps = sorted({one.step for spans in ranks for one in spans})[1:] or [
-        one.step for spans in ranks for one in spans[:1]
-    ]
-    counted, num_ranks = set(steps), len(ranks)
-    times: dict[str, float] = {}
-    for spans in ranks:
-        for one in with_waits(spans):
-            if one.step in counted:
-                times[one.name] = times.get(one.name, 0.0) + one.end - one.start
-    per_step = {name: 1e3 * seconds / (num_ranks * max(1, len(counted))) for name, seconds in times.items()}
+    num_ranks, steps = len(ranks), sorted({one.step for spans in ranks for one in spans})
+    counted = set(steps[1:] or steps)
+    per_step: dict[str, float] = {}
+    for one in (one for spans in ranks for one in with_waits(spans) if one.step in counted):
+        ms = 1e3 * (one.end - one.start) / (num_ranks * len(counted))
+        per_step[one.name] = per_step.get(one.name, 0.0) + ms
     repeated = per_step.get(REPEATED, 0.0)
     perfect = sum(per_step.get(name, 0.0) for name in SHARED) + repeated / num_ranks
-    to = {name: ms for name, ms in per_step.items() if name not in (*SHARED, REPEATED)}
-    if num_ranks > 1 and repeated:
-        to = {REPEATED: repeated * (1 - 1 / num_ranks), **to}
-    return Lost(
-        round(sum(per_step.values()), 6), round(perfect, 6), {name: round(ms, 6) for name, ms in to.items() if ms > 0}
-    )
+    to = {REPEATED: repeated * (1 - 1 / num_ranks)}
+    to |= {name: ms for name, ms in per_step.items() if name not in (*SHARED, REPEATED)}
+    lost = {name: round(ms, 6) for name, ms in to.items() if ms > 0}
+    return Lost(round(sum(per_step.values()), 6), round(perfect, 6), lost)

@@ -17,7 +17,7 @@ Split = Callable[[int], list[range]]  # samples of a batch -> its shards
 class StaticBatch(NamedTuple):
     """The same batch in memory that stays in place, as a captured CUDA graph needs it; all ranks are on one GPU."""
 
-    fill: Callable[[], None]  # puts the numbers of the batch's samples where a captured `gather` reads them
+    fill: Callable[[], None]  # writes the batch's sample numbers to where a captured `gather` reads them
     gather: Callable[[], None]  # all samples at once, for `fetch` to slice
     fetch: Fetch
 
@@ -39,11 +39,9 @@ class BatchSource(Protocol):
 
     def batches(self, order: Array, batch_size: int, split: Split, epoch: int) -> Iterator[Batch]:
         """The samples in `order`, in batches; a rank will fetch the shards that `split` makes of each."""
-        ...
 
     def close(self) -> None:
-        """Ends what was started to load samples."""
-        ...
+        """Ends the processes that load samples."""
 
 
 class DeviceMemory(Protocol):
@@ -55,20 +53,19 @@ class DeviceMemory(Protocol):
     local_ranks: range  # those of this process
 
     def place(self, array: Array) -> list[Tensor]:
-        """Data to read from, for each local rank; ranks on the same device share it."""
-        ...
+        """The array on the device of each local rank, to read from; ranks on the same device share it."""
 
 
 @contextmanager
 def loader_errors() -> Iterator[None]:
-    """Says in a sentence that a process which loads samples has died: the news may come at any line of this thread."""
+    """Turns the error about a dead DataLoader worker, which may come at any line, into a sentence."""
     try:
         yield
     except RuntimeError as problem:
         if "DataLoader worker" not in str(problem):
             raise
-        said = str(problem).partition(". ")[0]
+        reason = str(problem).partition(". ")[0]
         raise RunError(
-            f"The data cannot be loaded: {said}. It was killed, ended itself, or ran out of memory: use fewer "
-            f"processes (--workers), or none to see more (--workers 0)."
+            f"The data cannot be loaded: {reason}. It was killed, exited, or ran out of memory: use fewer workers "
+            f"(--workers), or none to see more (--workers 0)."
         ) from problem

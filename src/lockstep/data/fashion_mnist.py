@@ -1,4 +1,4 @@
-"""Fashion-MNIST: its four files, what they must hash to, and the small sample of it that ships with Lockstep."""
+"""Fashion-MNIST: its four files and their hashes, and the small sample of it that ships with Lockstep."""
 
 import hashlib
 import os
@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from lockstep.core.errors import DataError
 from lockstep.core.layout import Array
-from lockstep.data.dataset import Dataset, checked_dataset
+from lockstep.data.arrays import labelled_dataset
+from lockstep.data.dataset import Dataset
 from lockstep.data.idx import check_labels, parse_idx, unpack
 from lockstep.data.npz import read_npz
 
@@ -38,7 +39,7 @@ def find_in(folder: Path, file: IdxFile) -> Path | None:
 
 
 def read_verified(path: Path, file: IdxFile) -> Array:
-    """The array in the file at `path`, after its unpacked bytes were found to be Fashion-MNIST's."""
+    """The array in the file at `path`, if its unpacked bytes are Fashion-MNIST's."""
     content = unpack(path)
     array = parse_idx(content, file.num_dims, str(path))
     if file.num_dims == 1:
@@ -60,10 +61,9 @@ def read_folder(folder: Path) -> Dataset:
         if path is None:
             raise DataError(f"{folder} has no {file.name}.gz and no {file.name}.")
         arrays.append(read_verified(path, file))
-    X_train, y_train, X_test, y_test = arrays
-    return checked_dataset("fashion-mnist", X_train, y_train, X_test, y_test)
+    return labelled_dataset("fashion-mnist", *arrays)
 
 
 def read_mini() -> Dataset:
-    """2,000 training and 500 test images, evenly over the ten classes: needs no network."""
+    """2,000 training and 500 test images, as many of each class: needs no network."""
     return read_npz(MINI, "fashion-mnist-mini")

@@ -15,11 +15,11 @@ from lockstep.core.errors import DataError
 from lockstep.core.layout import Array
 
 UNSIGNED_BYTE = 0x08
-MAX_BYTES = 1 << 31  # no real file of this kind comes near; a forged header could ask for any size
+MAX_BYTES = 1 << 31  # real files are far smaller; a forged header could ask for any size
 
 
 def unpack(path: Path) -> bytes:
-    """The bytes of a file, unpacked if it is gzip. The error names the file and what is wrong with it."""
+    """The bytes of a file, unpacked if it is gzip."""
     try:
         with path.open("rb") as raw:
             packed = raw.read(2) == b"\x1f\x8b"
@@ -38,31 +38,29 @@ def parse_idx(content: bytes, num_dims: int, name: str) -> Array:
     """The array in an IDX file's unpacked bytes. `num_dims` is 3 for images, 1 for labels."""
     if len(content) < 4:
         raise DataError(f"{name} has {len(content)} bytes: too short for an IDX file. It may be truncated.")
-    zeros, kind, found_dims = struct.unpack(">HBB", content[:4])
-    if zeros != 0 or kind != UNSIGNED_BYTE or found_dims != num_dims:
+    magic = bytes([0, 0, UNSIGNED_BYTE, num_dims])
+    if content[:4] != magic:
         raise DataError(
             f"{name} starts with the magic number 0x{content[:4].hex()}, and an IDX file of bytes with {num_dims} "
-            f"dimension{'s' * (num_dims > 1)} with 0x0000{UNSIGNED_BYTE:02x}{num_dims:02x}. It is another kind of file."
+            f"dimension{'s' * (num_dims > 1)} with 0x{magic.hex()}. It is another kind of file."
         )
     header = 4 + 4 * num_dims
     if len(content) < header:
         raise DataError(f"{name} ends inside its header, after {len(content)} bytes. It is truncated.")
     shape = struct.unpack(f">{num_dims}I", content[4:header])
-    if len(content) != header + math.prod(shape):
-        what = "truncated" if len(content) < header + math.prod(shape) else "too long"
-        raise DataError(
-            f"{name} announces {' x '.join(map(str, shape))} = {math.prod(shape)} bytes and holds "
-            f"{len(content) - header}. It is {what}."
-        )
+    announced, expected, found = " x ".join(map(str, shape)), math.prod(shape), len(content) - header
+    if found != expected:
+        what = "truncated" if found < expected else "too long"
+        raise DataError(f"{name} announces {announced} = {expected} bytes and holds {found}. It is {what}.")
     if math.prod(max(size, 1) for size in shape) > MAX_BYTES:  # numpy cannot make 0 x 2**32 x 2**32 either
-        raise DataError(f"{name} announces {' x '.join(map(str, shape))} bytes, which no data set of this kind has.")
+        raise DataError(f"{name} announces {announced} bytes, which no data set of this kind has.")
     return np.frombuffer(bytearray(content), np.uint8, offset=header).reshape(shape)
 
 
 def check_labels(labels: Array, num_classes: int, name: str) -> None:
-    """Refuses labels that are not class numbers."""
+    """Refuses labels that are not 0 to `num_classes` - 1."""
     if labels.size and labels.max() >= num_classes:
-        where = int(np.argmax(labels >= num_classes))
+        at = int(np.argmax(labels >= num_classes))
         raise DataError(
-            f"{name}: label {where} is {labels[where]}, and there are {num_classes} classes, 0 to {num_classes - 1}."
+            f"{name}: label {at} is {labels[at]}, and the {num_classes} classes are 0 to {num_classes - 1}."
         )

@@ -1,6 +1,6 @@
 """Samples that are loaded one by one: a map-style data set, read by worker processes ahead of the step that needs them.
 
-What a worker loads is a shard. The order of samples is the run's, and random numbers that `__getitem__` draws (from
+A worker loads whole shards. The order of samples is the run's, and random numbers that `__getitem__` draws (from
 Python, numpy or PyTorch) are keyed by (seed, epoch, sample): neither the devices nor the workers change a bit.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from lockstep.backends.torch import torch_device
 from lockstep.core.child_process import die_with
@@ -23,7 +23,7 @@ from lockstep.core.layout import Array
 from lockstep.core.random import AUGMENTATION
 from lockstep.core.source_lines import user_source_line
 from lockstep.data.batch import Batch, DeviceMemory, Split
-from lockstep.data.dataset import leaves_of, map_leaves
+from lockstep.data.dataset import FORMS, leaves_of, map_leaves
 from lockstep.data.seeded import seeded
 from lockstep.partition.ranks import split_over_ranks
 
@@ -31,57 +31,52 @@ PREFETCH = 4  # shards that a worker loads ahead
 
 
 class ShardRequest(NamedTuple):
-    """A shard to load."""
+    """Samples to load, which are a shard."""
 
     epoch: int
     samples: list[int]
 
 
 class LoadFailure(NamedTuple):
-    """What went wrong with a sample; an exception would lose the user's line on its way between processes."""
+    """Why a sample could not be loaded; an exception would lose the user's line on its way between processes."""
 
     sample: int
-    said: str
-    where: str
+    reason: str
+    source_line: str
 
 
 def check_map_style(data: Any, what: str) -> None:
-    """Refuses what is not a map-style data set of pairs."""
+    """Refuses everything but a map-style data set of pairs."""
     if isinstance(data, IterableDataset):
         raise DataError(
-            f"The {what} data is iterable-style: its samples come in an order of their own and have no number, so they "
-            f"cannot be shuffled by (seed, epoch), given to any device, or found again after a crash. Use a map-style "
-            f"data set, with __len__ and __getitem__."
+            f"The {what} data is iterable-style: its samples come in an order of their own, so they cannot be shuffled "
+            f"by (seed, epoch) or resumed after a crash. Use a map-style data set, with __len__ and __getitem__."
         )
     for method in ("__len__", "__getitem__"):
         if not hasattr(data, method):
-            raise DataError(
-                f"The {what} data is a {type(data).__name__} without {method}. Give a name, (X, y), ((X, y), (X_test, "
-                f"y_test)), or a data set with __len__ and __getitem__."
-            )
+            raise DataError(f"The {what} data is a {type(data).__name__} without {method}. {FORMS}")
     if len(data) < 1:
-        raise DataError(f"The {what} data is empty: its length is {len(data)}.")
+        raise DataError(f"The {what} data is empty: its length is {len(data)}. Give one sample at least.")
 
 
 def check_keyed(data: Any, what: str, seed: int) -> None:
-    """Refuses a data set that draws from random numbers of its own: who loads a sample would then change it."""
+    """Refuses a data set with a random number generator of its own: samples would depend on who loads them."""
     twice = []
     for _ in range(2):
         with seeded(seed, 0, 0, AUGMENTATION):
             try:
                 twice.append(leaves_of(default_collate([tuple(data[0])])))
-            except Exception:  # said when it is loaded in earnest, with the sample and the line
+            except Exception:  # the run reports it, with the sample and the user's line
                 return
     if not all(torch.equal(one, other) for one, other in zip(*twice, strict=True) if isinstance(one, torch.Tensor)):
         raise DataError(
-            f"Sample 0 of the {what} data is another each time, with the same random numbers of Python, numpy and "
-            f"PyTorch: it draws from a generator of its own, so the weights would depend on who loads it. Draw from "
+            f"Sample 0 of the {what} data is another each time: it draws from a generator of its own. Draw from "
             f"random, numpy.random or torch, which are keyed by (seed, epoch, sample)."
         )
 
 
 def as_arrays(data: Any) -> Any:
-    """The (X, y) behind a data set that only holds tensors: no need to load them one by one."""
+    """The (X, y) of a data set that only holds tensors, which need not be loaded one by one; else None."""
     if type(data) is not TensorDataset or len(data.tensors) != 2:
         return None
     return None if data.tensors[0].dtype == torch.uint8 else data.tensors  # bytes of a data set are not divided by 255
@@ -95,76 +90,71 @@ class Loader:
     def __init__(self, memory: DeviceMemory, data: Any, what: str, seed: int, num_workers: int) -> None:
         self._memory, self._what = memory, what
         self.num_samples = len(data)
-        self._shards, self._sampler = ShardDataset(data, seed), RequestSampler()
+        self._shards = ShardDataset(data, seed)
+        self._requests: list[ShardRequest] = []  # of an epoch, in the order in which they are needed
         self._loader = DataLoader(
             self._shards,
-            sampler=self._sampler,
+            sampler=self._requests,
             batch_size=None,  # a shard is one item
             num_workers=num_workers,
             prefetch_factor=PREFETCH if num_workers else None,
             persistent_workers=num_workers > 0,
             generator=torch.Generator(),  # not the process's own: it draws a seed for the workers
-            pin_memory=False,
-            worker_init_fn=partial(_die_with, os.getpid()),
+            worker_init_fn=partial(_start_worker, os.getpid()),
         )
 
     def batches(self, order: Array, batch_size: int, split: Split, epoch: int) -> Iterator[Batch]:
         numbers = order.tolist()
         parts = [numbers[first : first + batch_size] for first in range(0, len(numbers), batch_size)]
         own = [self._own(split(len(part))) for part in parts]
-        self._sampler.requests = [
+        self._requests[:] = [
             ShardRequest(epoch, part[shard.start : shard.stop])
             for part, shards in zip(parts, own, strict=True)
             for shard in shards
         ]
-        with warnings.catch_warnings():  # of forking while there are threads: those of the ranks are idle now
+        with warnings.catch_warnings():  # of forking with threads: those of the ranks are idle now
             warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
             try:
                 loaded = iter(self._loader)
-            except RuntimeError as problem:  # a worker is dead already; the others end when nobody knows them any more
+            except RuntimeError as problem:  # a worker is dead; the others end when nothing refers to them any more
                 traceback.clear_frames(problem.__traceback__)
                 raise
-        for part, numbered in zip(parts, own, strict=True):
-            shards = {shard.start: self._next(loaded) for shard in numbered}
+        for part, ranges in zip(parts, own, strict=True):
+            shards = {shard.start: self._next(loaded) for shard in ranges}
+            yield Batch(len(part), partial(self._fetch, ShardRequest(epoch, part), shards))
 
-            def fetch(
-                rank: int, start: int, stop: int, part: list[int] = part, shards: dict[int, Any] = shards
-            ) -> tuple[Any, Any]:
-                device = torch_device(self._memory.devices[rank])
-                if start not in shards:  # it was another process's before shards moved
-                    shards[start] = self._checked(self._shards[ShardRequest(epoch, part[start:stop])])
+    def _fetch(self, batch: ShardRequest, shards: dict[int, Any], rank: int, start: int, stop: int) -> tuple[Any, Any]:
+        device = torch_device(self._memory.devices[rank])
+        if start not in shards:  # it was another process's before shards were moved
+            request = ShardRequest(batch.epoch, batch.samples[start:stop])
+            shards[start] = self._checked(self._shards[request])
 
-                def put(tensor: torch.Tensor) -> torch.Tensor:
-                    dtype = torch.float32 if tensor.dtype == torch.float64 else tensor.dtype  # as arrays are taken
-                    return tensor[: stop - start].to(device, dtype, copy=True)
+        def put(tensor: torch.Tensor) -> torch.Tensor:
+            dtype = torch.float32 if tensor.dtype == torch.float64 else tensor.dtype  # as with arrays
+            return tensor[: stop - start].to(device, dtype, copy=True)
 
-                X, y = map_leaves(shards[start], put)
-                return X, y
-
-            yield Batch(len(part), fetch)
+        X, y = map_leaves(shards[start], put)
+        return X, y
 
     def _own(self, shards: list[range]) -> list[range]:
-        """The shards that ranks of this process get, as a rule."""
+        """The shards that ranks of this process get, unless they are moved."""
         ranges = split_over_ranks(len(shards), self._memory.num_ranks)
         return [shards[number] for rank in self._memory.local_ranks for number in ranges[rank]]
 
     def _next(self, loaded: Iterator[Any]) -> Any:
         try:
-            shard = next(loaded)
-        except (EOFError, ConnectionError) as problem:  # it ended while it handed something over
+            return self._checked(next(loaded))
+        except (EOFError, ConnectionError) as problem:  # the worker ended while it sent something
             raise RunError(f"The {self._what} data cannot be loaded: a process that loads it has ended.") from problem
-        return self._checked(shard)
 
     def _checked(self, shard: Any) -> Any:
         if isinstance(shard, LoadFailure):
-            at = f" (at {shard.where})" if shard.where else ""
-            raise RunError(f"Sample {shard.sample} of the {self._what} data cannot be loaded: {shard.said}{at}")
+            at = f" (at {shard.source_line})" if shard.source_line else ""
+            raise RunError(f"Sample {shard.sample} of the {self._what} data cannot be loaded: {shard.reason}{at}")
         return shard
 
     def close(self) -> None:
-        """Ends the worker processes."""
-        iterator = self._loader._iterator
-        self._loader._iterator = None
+        iterator, self._loader._iterator = self._loader._iterator, None
         if iterator is not None and hasattr(iterator, "_shutdown_workers"):
             feeders = [queue._thread for queue in iterator._index_queues]
             iterator._shutdown_workers()
@@ -173,27 +163,13 @@ class Loader:
                     thread.join(timeout=5)
 
 
-def _die_with(parent: int, worker: int) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a scheduler sends it to all: the run ends its loaders itself
+def _start_worker(parent: int, worker: int) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a scheduler sends it to all: the run saves, and ends its workers
     die_with(parent)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it may go to all processes of the run, which then saves and stops
-
-
-class RequestSampler(Sampler[ShardRequest]):
-    """The shards of an epoch, in the order in which they are needed."""
-
-    def __init__(self) -> None:
-        self.requests: list[ShardRequest] = []
-
-    def __iter__(self) -> Iterator[ShardRequest]:
-        return iter(self.requests)
-
-    def __len__(self) -> int:
-        return len(self.requests)
 
 
 class ShardDataset:
-    """A data set of shards: what `DataLoader` sees."""
+    """A data set of shards, as `DataLoader` sees it."""
 
     def __init__(self, data: Any, seed: int) -> None:
         self._data, self._seed = data, seed
@@ -210,13 +186,13 @@ class ShardDataset:
             return default_collate(samples)
         except Exception as problem:
             shapes = sorted({str([tuple(np.shape(leaf)) for leaf in leaves_of(sample)]) for sample in samples})
-            apart = f"shapes {' and '.join(shapes[:2])}" if len(shapes) > 1 else _sentence(problem)
-            return LoadFailure(request.samples[0], f"it does not go together with others in a shard: {apart}", "")
+            reason = f"shapes {' and '.join(shapes[:2])}" if len(shapes) > 1 else _sentence(problem)
+            return LoadFailure(request.samples[0], f"it cannot be stacked with others in a shard: {reason}", "")
 
     def _pair(self, number: int) -> Any:
         sample = self._data[number]
         if not isinstance(sample, (tuple, list)) or len(sample) != 2:
-            raise TypeError(f"it is a {type(sample).__name__}, and must be a pair: what the model gets, and the target")
+            raise TypeError(f"it is a {type(sample).__name__}, and must be a pair: the model's input, and the target")
         return tuple(sample)
 
 

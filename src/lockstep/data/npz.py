@@ -7,7 +7,8 @@ import numpy as np
 
 from lockstep.core.errors import DataError
 from lockstep.core.layout import Array
-from lockstep.data.dataset import Dataset, checked_dataset
+from lockstep.data.arrays import labelled_dataset
+from lockstep.data.dataset import Dataset
 
 NAMES = ("X_train", "y_train", "X_test", "y_test")
 
@@ -29,12 +30,12 @@ def read_npz(path: Path, name: str) -> Dataset:
         raise DataError(f"There is no file {path}.") from missing_file
     except Exception as bad:  # damaged or forged bytes: zipfile, zlib, tokenize and numpy raise a dozen kinds of error
         raise DataError(f"{path} cannot be read as a .npz file of plain arrays: {bad}.") from bad
-    return checked_dataset(name, *parts)
+    return labelled_dataset(name, *parts)
 
 
 def _array(archive: zipfile.ZipFile, name: str) -> Array:
     with archive.open(f"{name}.npy") as member:
         array: Array = np.lib.format.read_array(member, allow_pickle=False)
         if member.read(1):  # its checksum is compared at its end only
-            raise DataError(f"{archive.filename}: {name} goes on after its last number. The file is damaged.")
+            raise DataError(f"{archive.filename}: {name} has bytes after its last number. The file is damaged.")
         return array

@@ -1,4 +1,4 @@
-"""All random numbers that a user's function or data set may draw from, seeded by a key and put back."""
+"""All random numbers that a user's function or data set may draw, seeded by a key and restored afterwards."""
 
 import random
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from lockstep.core.random import keyed_random
 
 @contextmanager
 def seeded(*key: int) -> Iterator[None]:
-    """Python's, numpy's and PyTorch's random numbers depend on the key; afterwards they are as they were."""
+    """Seeds Python's, numpy's and PyTorch's random numbers by the key; afterwards they are as they were."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     keyed = keyed_random(*key)
     random.seed(int(keyed.randint(0, 2**31)))

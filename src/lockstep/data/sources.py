@@ -1,9 +1,9 @@
 """Where Fashion-MNIST comes from. Sources are tried in this order; the first that has all four files wins.
 
-    1. --data-dir            what the user named; nothing else is tried then
+    1. --data-dir            the user's own folder; nothing else is tried then
     2. the user's cache      $XDG_CACHE_HOME/lockstep/fashion-mnist
-    3. the system's folder   where Debian's package dataset-fashion-mnist puts it
-    4. public mirrors        over HTTPS, into the cache; an interrupted download goes on where it stopped
+    3. the system's folder   where Debian's package dataset-fashion-mnist installs it
+    4. public mirrors        over HTTPS, into the cache; an interrupted download is resumed
     5. Debian's package      fetched and unpacked into the cache, without installing it
 
 Whatever the source, a file enters the cache only after its unpacked bytes have been verified.
@@ -17,6 +17,7 @@ import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from lockstep.core.errors import DataError
@@ -24,22 +25,23 @@ from lockstep.data.fashion_mnist import FILES, IdxFile, find_in, read_verified
 
 SYSTEM_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 DEBIAN_PACKAGE = "dataset-fashion-mnist"
+FROM_DEBIAN = f"Debian's {DEBIAN_PACKAGE}"
 MIRRORS = (
     "https://storage.googleapis.com/tensorflow/tf-keras-datasets",
     "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion",
 )
-TIMEOUT_SECONDS = 10.0  # to connect, and between two pieces of an answer
+TIMEOUT_SECONDS = 10.0  # to connect, and between two pieces of a response
 APT_TIMEOUT_SECONDS = 300.0
 
-Progress = Callable[[str, int, int], None]  # (what is being fetched, bytes so far, bytes in all or 0 if unknown)
+Progress = Callable[[str, int, int], None]  # (what is fetched, bytes so far, bytes in total or 0 if unknown)
 
 
-def no_progress(what: str, num_bytes: int, num_bytes_in_all: int) -> None:
+def no_progress(what: str, num_bytes: int, num_bytes_total: int) -> None:
     """Shows nothing."""
 
 
 def cache_folder() -> Path:
-    """Where fetched data is kept for this user."""
+    """The folder of this user's fetched data."""
     base = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(base) if base else Path.home() / ".cache") / "lockstep" / "fashion-mnist"
@@ -49,32 +51,24 @@ def cache_folder() -> Path:
         ) from None
 
 
-def has_all(folder: Path) -> bool:
-    """Whether `folder` has the four files (not whether they are right)."""
-    return all(find_in(folder, file) for file in FILES)
-
-
 def locate(data_dir: Path | None = None) -> Path | None:
-    """The folder that has Fashion-MNIST already, without fetching anything."""
+    """The folder that has Fashion-MNIST already, without fetching anything; None if there is none."""
     folders = [data_dir] if data_dir is not None else [cache_folder(), SYSTEM_FOLDER]
-    return next((folder for folder in folders if has_all(folder)), None)
+    return next((folder for folder in folders if all(find_in(folder, file) for file in FILES)), None)
 
 
 def find_or_fetch(
-    data_dir: Path | None = None,
-    progress: Progress = no_progress,
-    mirrors: tuple[str, ...] = MIRRORS,
+    data_dir: Path | None = None, progress: Progress = no_progress, mirrors: tuple[str, ...] = MIRRORS
 ) -> Path:
     """The folder that has Fashion-MNIST, after fetching it if need be; the error lists all that was tried."""
     found = locate(data_dir)
     if found is not None:
         return found
-    names = ", ".join(f"{file.name}.gz" for file in FILES)
     if data_dir is not None:
         raise DataError(_what_is_wrong_with(data_dir))
-    cache = cache_folder()
+    cache, names = cache_folder(), ", ".join(f"{file.name}.gz" for file in FILES)
     tried = [f"{cache}: not there", f"{SYSTEM_FOLDER}: not there"]
-    for name, fetch in [(url, _mirror(url)) for url in mirrors] + [(f"Debian's {DEBIAN_PACKAGE}", from_debian)]:
+    for name, fetch in [(url, partial(from_mirror, url)) for url in mirrors] + [(FROM_DEBIAN, from_debian)]:
         try:
             fetch(cache, progress)
             return cache
@@ -101,23 +95,18 @@ def _what_is_wrong_with(data_dir: Path) -> str:
     return f"{data_dir} does not have Fashion-MNIST. Put these files there, packed or not: {', '.join(missing)}."
 
 
-def _mirror(url: str) -> Callable[[Path, Progress], None]:
-    return lambda cache, progress: from_mirror(url, cache, progress)
-
-
 def from_mirror(url: str, cache: Path, progress: Progress = no_progress) -> None:
     """Downloads the files that `cache` lacks from the folder at `url`."""
     for file in FILES:
         if find_in(cache, file) is None:
             part = _writable(cache) / f"{file.name}.gz.part"
-            goes_on = part.exists()
+            is_resumed = part.exists()
             try:
                 _download_and_accept(url, file, part, cache, progress)
             except DataError:
-                if not goes_on or part.exists():
+                if not is_resumed or part.exists():
                     raise
-                # the part was no part of this mirror's .gz, and is gone: from the beginning
-                _download_and_accept(url, file, part, cache, progress)
+                _download_and_accept(url, file, part, cache, progress)  # the part was of another .gz, and is removed
 
 
 def _download_and_accept(url: str, file: IdxFile, part: Path, cache: Path, progress: Progress) -> None:
@@ -129,39 +118,39 @@ def _download_and_accept(url: str, file: IdxFile, part: Path, cache: Path, progr
 
 
 def download(url: str, part: Path, progress: Progress = no_progress) -> None:
-    """The file at `url` into `part`, which may hold the beginning of it already."""
+    """The file at `url` into `part`, which may hold its first bytes already."""
     start = part.stat().st_size if part.exists() else 0
     request = urllib.request.Request(url, headers={"Range": f"bytes={start}-"} if start else {})
     try:
-        answer = urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS)
+        response = urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS)
     except urllib.error.HTTPError as refused:
         refused.close()
         if refused.code == 416:  # nothing is left to send: the part is whole, or is not a part of this file
             return
         raise
-    with answer:
-        goes_on = answer.status == 206
-        start = start if goes_on else 0
-        in_all = start + int(answer.headers.get("Content-Length") or 0)
-        with part.open("ab" if goes_on else "wb") as out:
-            while piece := answer.read(1 << 16):
+    with response:
+        is_resumed = response.status == 206
+        start = start if is_resumed else 0
+        total = start + int(response.headers.get("Content-Length") or 0)
+        with part.open("ab" if is_resumed else "wb") as out:
+            while piece := response.read(1 << 16):
                 out.write(piece)
-                progress(url.rpartition("/")[2], out.tell(), in_all)
-        if in_all > start and part.stat().st_size < in_all:
-            raise ConnectionError(f"the connection ended after {part.stat().st_size} of {in_all} bytes")
+                progress(url.rpartition("/")[2], out.tell(), total)
+        if total > start and part.stat().st_size < total:
+            raise ConnectionError(f"the connection ended after {part.stat().st_size} of {total} bytes")
 
 
 def from_debian(cache: Path, progress: Progress = no_progress) -> None:
-    """Fetches Debian's package and takes the files out of it. Nothing is installed, and no rights are needed."""
+    """Fetches Debian's package and unpacks the files. Nothing is installed, and no permissions are needed."""
     for program in ("apt-get", "dpkg-deb"):
         if shutil.which(program) is None:
             raise DataError(f"no {program} on this machine")
-    progress(f"Debian's {DEBIAN_PACKAGE}", 0, 0)
+    progress(FROM_DEBIAN, 0, 0)
     with tempfile.TemporaryDirectory(prefix="lockstep-apt-") as name:
         work = Path(name)
         try:
             _run(["apt-get", "download", DEBIAN_PACKAGE], work)
-        except DataError:  # the machine's package lists are missing or old: make our own, in the work folder
+        except DataError:  # the system's package lists are missing or old: make our own, in the work folder
             (work / "lists" / "partial").mkdir(parents=True)
             (work / "cache" / "archives" / "partial").mkdir(parents=True)
             own = ["-o", f"Dir::State::lists={work}/lists", "-o", f"Dir::Cache={work}/cache"]
@@ -185,24 +174,17 @@ def from_debian(cache: Path, progress: Progress = no_progress) -> None:
 def _run(command: list[str], folder: Path) -> None:
     try:
         done = subprocess.run(
-            command,
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=APT_TIMEOUT_SECONDS,
-            check=False,
+            command, cwd=folder, input="", capture_output=True, errors="replace", timeout=APT_TIMEOUT_SECONDS
         )
     except (OSError, subprocess.TimeoutExpired) as problem:
         raise DataError(f"{' '.join(command[:2])}: {_reason(problem)}") from problem
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.startswith("E:")] or done.stderr.splitlines()
-        raise DataError(f"{command[0]} failed: {said[0] if said else f'exit status {done.returncode}'}")
+        lines = done.stderr.splitlines() or [f"exit status {done.returncode}"]
+        raise DataError(f"{command[0]} failed: {next((line for line in lines if line.startswith('E:')), lines[0])}")
 
 
 def _accept(part: Path, file: IdxFile, cache: Path) -> None:
-    """Gives a verified file its final name; a wrong one is removed."""
+    """Renames a verified file to its final name; a wrong one is removed."""
     try:
         read_verified(part, file)
     except DataError:
@@ -215,7 +197,7 @@ def _writable(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
-        raise DataError(f"the cache {folder} cannot be made ({problem.strerror})") from problem
+        raise DataError(f"the cache {folder} cannot be created ({problem.strerror})") from problem
     return folder
 
 

@@ -24,26 +24,22 @@ def init_lenet(seed: int) -> dict[str, Array]:
     """Weights drawn from a normal distribution with standard deviation 0.01, biases 0."""
     random = keyed_random(seed)
     return {
-        name: (
-            (0.01 * random.standard_normal(shape)).astype(np.float32)
-            if name.startswith("W")
-            else np.zeros(shape, np.float32)
-        )
+        name: (0.01 * random.standard_normal(shape) if name[0] == "W" else np.zeros(shape)).astype(np.float32)
         for name, shape in SHAPES.items()
     }
 
 
 def lenet(X: Tensor, params: list[Tensor]) -> Tensor:
-    """Class scores for images `X` of shape (samples, 1, 28, 28), in the framework that `X` belongs to.
+    """Class scores for images `X` of shape (samples, 1, 28, 28) or (samples, 28, 28), in the framework of `X`.
 
     >>> lenet(np.ones((3, 1, 28, 28), np.float32), list(init_lenet(seed=0).values())).shape
     (3, 10)
     """
-    return lenet_layers(checked_images(X), checked_params(params))
+    return lenet_layers(checked_images(X, params), params)
 
 
 def lenet_layers(X: Tensor, params: list[Tensor]) -> Tensor:
-    """The network itself."""
+    """The network, without checks."""
     ops = backend_of(X).ops
     W1, b1, W2, b2, W3, b3, W4, b4 = params
     h1 = ops.conv_relu_pool2d(X, W1, b1, 2)
@@ -52,24 +48,18 @@ def lenet_layers(X: Tensor, params: list[Tensor]) -> Tensor:
     return ops.linear(h3, W4, b4)
 
 
-def checked_images(X: Tensor) -> Tensor:
-    """Images of the shape that LeNet takes; those without a channel dimension get one."""
-    shape = tuple(X.shape[1:])
-    if shape not in (IMAGE, IMAGE[1:]):
-        raise ConfigError(
-            f"lenet takes images of shape (samples, 1, 28, 28), and got {tuple(X.shape)}. Resize them, or use another "
-            f"model."
-        )
-    if "int" in str(X.dtype):
-        raise ConfigError(f"lenet takes images of floats from 0 to 1, and got {X.dtype}. Divide bytes by 255.")
-    return X if shape == IMAGE else X.reshape(len(X), *IMAGE)
-
-
-def checked_params(params: list[Tensor]) -> list[Tensor]:
-    """The parameters, once there are as many as LeNet has."""
+def checked_images(X: Tensor, params: list[Tensor]) -> Tensor:
+    """`X`, if LeNet can take it with these parameters; images without a channel dimension get one."""
     if len(params) != len(SHAPES):
         raise ConfigError(
             f"lenet takes {len(SHAPES)} parameters ({', '.join(SHAPES)}), and got {len(params)}. "
             f"For a model of your own, name its function: net=..."
         )
-    return params
+    shape = tuple(X.shape)
+    if shape[1:] not in (IMAGE, IMAGE[1:]):
+        raise ConfigError(
+            f"lenet takes images of shape (samples, 1, 28, 28), and got {shape}. Resize them, or use another model."
+        )
+    if "int" in str(X.dtype):
+        raise ConfigError(f"lenet takes images of floats from 0 to 1, and got {X.dtype}. Divide bytes by 255.")
+    return X if shape[1:] == IMAGE else X.reshape(len(X), *IMAGE)

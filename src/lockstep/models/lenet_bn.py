@@ -18,28 +18,17 @@ class LeNetBN(nn.Module):
         super().__init__()
         channels, height, width = image
         size = 50 * (((height - 2) // 2 - 4) // 2) * (((width - 2) // 2 - 4) // 2)
-        self.features = nn.Sequential(
-            nn.Conv2d(channels, 20, kernel_size=3, bias=False),  # the norm layer's bias takes its place
-            nn.BatchNorm2d(20),
-            nn.ReLU(),
-            nn.AvgPool2d(2),
-            nn.Conv2d(20, 50, kernel_size=5, bias=False),
-            nn.BatchNorm2d(50),
-            nn.ReLU(),
-            nn.AvgPool2d(2),
+        self.features = nn.Sequential(  # convolutions without bias: the norm layers have one
+            *(nn.Conv2d(channels, 20, kernel_size=3, bias=False), nn.BatchNorm2d(20), nn.ReLU(), nn.AvgPool2d(2)),
+            *(nn.Conv2d(20, 50, kernel_size=5, bias=False), nn.BatchNorm2d(50), nn.ReLU(), nn.AvgPool2d(2)),
         )
         self.classify = nn.Sequential(
-            nn.Flatten(),
-            nn.Linear(size, 128),
-            nn.ReLU(),
-            nn.Dropout(dropout),
-            nn.Linear(128, num_classes),
+            nn.Flatten(), nn.Linear(size, 128), nn.ReLU(), nn.Dropout(dropout), nn.Linear(128, num_classes)
         )
 
     def forward(self, X: Tensor) -> Tensor:
         """Class scores for images of shape (samples, channels, height, width)."""
-        scores: Tensor = self.classify(self.features(X))
-        return scores
+        return self.classify(self.features(X))
 
 
 def lenet_bn(data: Dataset) -> LeNetBN:

@@ -1,4 +1,4 @@
-"""Losses and metrics: one number for each sample. Whoever calls them adds up; nothing is averaged over samples here."""
+"""Losses and metrics: one number for each sample. The caller adds them up; nothing is averaged over samples here."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,14 +9,11 @@ from torch.nn import functional as F
 from lockstep.core.errors import ConfigError, RunError
 
 IGNORED = -100  # the label of positions that do not count, in PyTorch
-PerSample = Callable[[Any, Any], Tensor]  # (what the model gave, targets) -> one number for each sample
+PerSample = Callable[[Any, Any], Tensor]  # (the model's output, targets) -> one number for each sample
 
 
 def cross_entropy(scores: Any, y: Tensor) -> Tensor:
-    """Scores are (samples, classes), or (samples, classes, positions, ...) as PyTorch has it; a mean over positions.
-
-    Positions whose label is -100 do not count, as in PyTorch.
-    """
+    """Of scores (samples, classes, ...), as a mean over the positions whose label is not -100, as in PyTorch."""
     scores = first(scores)
     if scores.ndim > 2 and scores.shape[:-1] == y.shape and scores.shape[2:] != y.shape[1:]:
         raise RunError(
@@ -27,17 +24,17 @@ def cross_entropy(scores: Any, y: Tensor) -> Tensor:
 
 
 def mse(predicted: Any, y: Tensor) -> Tensor:
-    """The squared difference, as a mean over the numbers of a sample."""
+    """The squared difference, as a mean over the entries of a sample."""
     return _over_positions(F.mse_loss(_shaped_like(first(predicted), y), y, reduction="none"))
 
 
 def l1(predicted: Any, y: Tensor) -> Tensor:
-    """The absolute difference, as a mean over the numbers of a sample."""
+    """The absolute difference, as a mean over the entries of a sample."""
     return _over_positions(F.l1_loss(_shaped_like(first(predicted), y), y, reduction="none"))
 
 
 def bce(scores: Any, y: Tensor) -> Tensor:
-    """Cross-entropy of yes and no, from scores before the sigmoid, as a mean over the numbers of a sample."""
+    """Binary cross-entropy, from scores before the sigmoid, as a mean over the entries of a sample."""
     y = y.float()
     return _over_positions(F.binary_cross_entropy_with_logits(_shaped_like(first(scores), y), y, reduction="none"))
 
@@ -53,7 +50,7 @@ METRICS: dict[str, PerSample] = {"accuracy": accuracy, **LOSSES}
 
 
 def first(output: Any) -> Tensor:
-    """The scores of a model that gives several things: by convention the first of them."""
+    """The scores of a model with several outputs: by convention the first of them."""
     while isinstance(output, (tuple, list)) and output:
         output = output[0]
     if not isinstance(output, Tensor):
@@ -65,19 +62,16 @@ def first(output: Any) -> Tensor:
 
 
 def summed(per_sample: PerSample, what: str, output: Any, y: Any, num_samples: int) -> Tensor:
-    """The sum over the samples, once there was found to be one number for each."""
+    """The sum over the samples; refuses anything but one number for each sample."""
     values = per_sample(output, y)
-    if not isinstance(values, Tensor) or values.shape != (num_samples,):
-        got = f"a tensor of shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
-        hint = ""
-        if isinstance(values, Tensor) and values.ndim == 0:
-            hint = " It seems to be averaged already: use reduction='none'."
-        elif isinstance(values, Tensor) and values.ndim > 1:
-            hint = " Average over what is not a sample: .flatten(1).mean(1)."
-        raise RunError(
-            f"The {what} gave {got} for {num_samples} samples. It must give one number for each sample.{hint}"
-        )
-    return values.sum() if values.dtype.itemsize >= 4 else values.float().sum()  # low precision is for products
+    got, hint = f"a {type(values).__name__}", ""
+    if isinstance(values, Tensor):
+        if values.shape == (num_samples,):
+            return values.sum() if values.dtype.itemsize >= 4 else values.float().sum()  # not in low precision
+        hints = {0: " It seems to be averaged already: use reduction='none'.", 1: ""}
+        hint = hints.get(values.ndim, " Average over what is not a sample: .flatten(1).mean(1).")
+        got = f"a tensor of shape {tuple(values.shape)}"
+    raise RunError(f"The {what} gave {got} for {num_samples} samples. It must give one number for each sample.{hint}")
 
 
 def _counts(y: Tensor) -> Tensor | None:
@@ -94,7 +88,7 @@ def _over_positions(values: Tensor, counts: Tensor | None = None) -> Tensor:
 
 
 def _shaped_like(predicted: Tensor, y: Tensor) -> Tensor:
-    """The prediction in the shape of its target. Other shapes are refused: PyTorch would compare each with each."""
+    """The prediction in the shape of its target. Other shapes are refused, which PyTorch would broadcast."""
     if {predicted.shape, y.shape} == {y.shape[:1], (*y.shape[:1], 1)}:  # a column and a vector
         return predicted.reshape(y.shape)
     if predicted.shape != y.shape:

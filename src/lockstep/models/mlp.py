@@ -21,19 +21,14 @@ class MLP(nn.Module):
         super().__init__()
         self.layers = nn.Sequential(
             nn.Flatten(),
-            nn.Linear(in_features, hidden),
-            nn.ReLU(),
-            nn.Dropout(dropout),
-            nn.Linear(hidden, hidden),
-            nn.ReLU(),
-            nn.Dropout(dropout),
+            *(nn.Linear(in_features, hidden), nn.ReLU(), nn.Dropout(dropout)),
+            *(nn.Linear(hidden, hidden), nn.ReLU(), nn.Dropout(dropout)),
             nn.Linear(hidden, num_classes),
         )
 
     def forward(self, X: Tensor) -> Tensor:
-        """Class scores for samples of any shape with `in_features` numbers."""
-        scores: Tensor = self.layers(X)
-        return scores
+        """Class scores for samples of any shape with `in_features` entries."""
+        return self.layers(X)
 
 
 def mlp(data: Dataset) -> MLP:

@@ -1,4 +1,4 @@
-"""What a model is to Lockstep: numbers to start from, and a function of samples and parameters."""
+"""What a model is to Lockstep: initial parameters, and a function of samples and parameters."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ Forward = Callable[[Tensor, list[Tensor]], Tensor]  # (X, params) -> one row of 
 
 @dataclass(frozen=True)
 class Model:
-    """A model by name. The starting numbers come from numpy, so every framework starts from the same ones."""
+    """A model by name. Its initial parameters come from numpy, so every framework starts from the same values."""
 
     name: str
     init: Callable[[int], dict[str, Array]]  # seed -> named parameters, in model order
@@ -24,7 +24,7 @@ class Model:
     num_classes: int
 
     def checked(self, data: Dataset) -> Dataset:
-        """The data set, once the model can take it; images without a channel dimension get one."""
+        """The data set, if the model can take it; images without a channel dimension get one."""
         shape = data.sample_shape
         if shape is None:
             raise ConfigError(f"{self.name} takes one array of samples, and those of {data.name} have several parts.")
@@ -32,21 +32,17 @@ class Model:
             X_train, X_test = (X if X is None else X[:, None] for X in (data.X_train, data.X_test))
             data = replace(data, X_train=X_train, X_test=X_test)
         elif shape != self.sample_shape:
+            expected, found = ("x".join(map(str, sizes)) for sizes in (self.sample_shape, shape))
             raise ConfigError(
-                f"{self.name} takes samples of shape {_times(self.sample_shape)}, and those of {data.name} have "
-                f"{_times(shape)}. Resize the data, or use another model."
+                f"{self.name} takes samples of shape {expected}, and those of {data.name} have {found}. Resize the "
+                f"data, or use another model."
             )
-        for y in (data.y_train, data.y_test):
-            if y is not None and (
-                isinstance(y, (tuple, list, dict)) or y.ndim != 1 or y.dtype.kind != "i" or y.min() < 0
-            ):
-                raise ConfigError(
-                    f"{self.name} needs one label for each sample of {data.name}: whole numbers from 0 on."
-                )
+        for y in (data.y_train,) if data.y_test is None else (data.y_train, data.y_test):
+            if isinstance(y, (tuple, list, dict)) or y.ndim != 1 or y.dtype.kind != "i" or y.min() < 0:
+                raise ConfigError(f"{self.name} needs one label for each sample of {data.name}: integers from 0 on.")
         if data.num_classes > self.num_classes:
             raise ConfigError(
-                f"{self.name} tells {self.num_classes} classes apart, and {data.name} has labels up to "
-                f"{data.num_classes - 1}."
+                f"{self.name} has {self.num_classes} classes, and {data.name} has labels up to {data.num_classes - 1}."
             )
         return data
 
@@ -58,8 +54,7 @@ class BuiltIn(NamedTuple):
 
     def load(self) -> Callable[[Dataset], Any]:
         """The function."""
-        function: Callable[[Dataset], Any] = load_entry_point(self.entry_point, "model")
-        return function
+        return load_entry_point(self.entry_point, "model")
 
 
 @dataclass(frozen=True)  # equal for equal models, so that it is compiled once
@@ -70,7 +65,3 @@ class CrossEntropySum:
 
     def __call__(self, params: list[Tensor], X: Tensor, y: Tensor) -> Tensor:
         return backend_of(X).ops.cross_entropy_sum(self.forward(X, params), y)
-
-
-def _times(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape))

@@ -8,7 +8,7 @@ from lockstep.models.images import image_shape
 
 
 class Residual(nn.Module):
-    """Two normalized convolutions, and a way around them."""
+    """Two convolutions with batch norm, and a skip connection."""
 
     def __init__(self, in_channels: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Residual(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """A stem, four stages of two residual blocks each, and a linear layer over the mean of what is left.
+    """A stem, four stages of two residual blocks each, global average pooling and a linear layer.
 
     >>> import torch
     >>> ResNet18(in_channels=1)(torch.zeros(2, 1, 28, 28)).shape
@@ -51,8 +51,7 @@ class ResNet18(nn.Module):
 
     def forward(self, X: Tensor) -> Tensor:
         """Class scores for images of shape (samples, channels, height, width)."""
-        scores: Tensor = self.classify(self.blocks(self.stem(X)).mean(dim=(2, 3)))
-        return scores
+        return self.classify(self.blocks(self.stem(X)).mean(dim=(2, 3)))
 
 
 def resnet18(data: Dataset) -> ResNet18:

@@ -9,7 +9,7 @@ from lockstep.data import Dataset
 
 
 class Block(nn.Module):
-    """Attention to what came before, and two linear layers, each added to what goes in."""
+    """Causal self-attention, then two linear layers, each with layer norm before it and a skip connection."""
 
     def __init__(self, width: int, num_heads: int, dropout: float) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Scores for the next token at every position, from it and those before it.
+    """Scores for the next token at every position, from the tokens up to there.
 
     >>> Transformer(num_tokens=30, length=16)(torch.zeros(2, 16, dtype=torch.int64)).shape
     torch.Size([2, 30, 16])
@@ -43,7 +43,7 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(num_tokens, width)
-        nn.init.normal_(self.tokens.weight, std=0.02)  # it makes the scores too, which start out near zero
+        nn.init.normal_(self.tokens.weight, std=0.02)  # also the output layer: scores start near zero
         self.places = nn.Parameter(0.02 * torch.randn(length, width))
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(Block(width, num_heads, dropout) for _ in range(num_blocks))
@@ -51,12 +51,12 @@ class Transformer(nn.Module):
         self.register_buffer("mask", torch.ones(length, length).triu(1).bool(), persistent=False)
 
     def forward(self, X: Tensor) -> Tensor:
-        """(samples, positions) -> (samples, tokens, positions), as `cross_entropy` wants it."""
+        """(samples, positions) -> (samples, tokens, positions), as `cross_entropy` takes it."""
         length = X.shape[1]
         Y = self.dropout(self.tokens(X) + self.places[:length])
         for block in self.blocks:
             Y = block(Y, self.mask[:length, :length])
-        return F.linear(self.norm(Y), self.tokens.weight).transpose(1, 2)  # tied with the embedding
+        return F.linear(self.norm(Y), self.tokens.weight).transpose(1, 2)  # tied to the embedding
 
 
 def transformer(data: Dataset) -> Transformer:
@@ -64,7 +64,7 @@ def transformer(data: Dataset) -> Transformer:
     shape = data.sample_shape
     if shape is None or len(shape) != 1 or not data.num_tokens or data.y_train.shape != data.X_train.shape:
         raise ConfigError(
-            f"transformer takes sequences of whole numbers (tokens), and as targets the next ones: X and y of shape "
+            f"transformer takes sequences of integers (tokens), and as targets the next ones: X and y of shape "
             f"(samples, positions). {data.name} has other data."
         )
     return Transformer(max(data.num_tokens, data.num_classes), shape[0])

@@ -13,7 +13,7 @@ SCHEDULES: dict[str, Callable[[float], float]] = {  # fraction of the run after 
 
 @dataclass(frozen=True)
 class LRSchedule:
-    """What the learning rate is multiplied with in each step.
+    """The factor of the learning rate in each step.
 
     >>> schedule = LRSchedule("cosine", warmup=2, num_steps=6)
     >>> [round(schedule.factor(step), 2) for step in range(1, 7)]
@@ -25,7 +25,7 @@ class LRSchedule:
     num_steps: int = 1  # of the whole run
 
     def is_constant_from(self, step: int) -> bool:
-        """Whether the factor is the same from step number `step` on."""
+        """Whether the factor stays the same from step number `step` on."""
         return self.schedule == "constant" and step >= self.warmup
 
     def factor(self, step: int) -> float:

@@ -1,4 +1,4 @@
-"""What the mean gradient does to the parameters, for models that are functions of one flat vector.
+"""Optimizers of one flat parameter vector, in any framework.
 
 Written with plain operators, one rounding each, so that it does not matter whether a vector is updated whole or in
 parts: a fused multiply-add may round differently in the vectorised part of a loop and in its tail.
@@ -10,23 +10,22 @@ from typing import ClassVar, Protocol
 
 from lockstep.backends import Tensor
 
-State = tuple[Tensor, ...]  # momentum and such, kept from step to step
+State = tuple[Tensor, ...]  # momentum and the like, kept from step to step
+Updated = tuple[Tensor, State]
 
 
 class Optimizer(Protocol):
-    """Parameters and state after step number `step` (from 1 on), the learning rate being multiplied by `factor`."""
+    """Parameters and state after step number `step` (from 1 on), with the learning rate multiplied by `factor`."""
 
-    counts_steps: ClassVar[bool]  # whether the number of the step changes what it does
+    counts_steps: ClassVar[bool]  # whether an update depends on the number of its step
 
     def start(self, parameters: Tensor) -> State: ...
-    def __call__(
-        self, parameters: Tensor, gradient: Tensor, state: State, step: int, factor: float
-    ) -> tuple[Tensor, State]: ...
+    def __call__(self, parameters: Tensor, gradient: Tensor, state: State, step: int, factor: float) -> Updated: ...
 
 
 @dataclass(frozen=True)
 class Sgd:
-    """Stochastic gradient descent as in the text: parameters - learning rate * mean gradient; or with momentum."""
+    """Stochastic gradient descent as in the text, parameters - learning rate * mean gradient; or with momentum."""
 
     learning_rate: float
     momentum: float = 0.0
@@ -36,9 +35,7 @@ class Sgd:
     def start(self, parameters: Tensor) -> State:
         return (parameters * 0,) if self.momentum else ()
 
-    def __call__(
-        self, parameters: Tensor, gradient: Tensor, state: State, step: int, factor: float
-    ) -> tuple[Tensor, State]:
+    def __call__(self, parameters: Tensor, gradient: Tensor, state: State, step: int, factor: float) -> Updated:
         if self.weight_decay:
             gradient = gradient + self.weight_decay * parameters
         if self.momentum:
@@ -62,9 +59,7 @@ class Adam:
     def start(self, parameters: Tensor) -> State:
         return parameters * 0, parameters * 0
 
-    def __call__(
-        self, parameters: Tensor, gradient: Tensor, state: State, step: int, factor: float
-    ) -> tuple[Tensor, State]:
+    def __call__(self, parameters: Tensor, gradient: Tensor, state: State, step: int, factor: float) -> Updated:
         rate, (mean, square) = self.learning_rate * factor, state
         if self.weight_decay and self.decoupled:
             parameters = parameters * (1 - rate * self.weight_decay)

@@ -1,4 +1,4 @@
-"""Optimizers: PyTorch's own, by name or from a function of the parameters."""
+"""PyTorch's own optimizers, by name or from a function of the parameters."""
 
 import inspect
 from collections.abc import Callable
@@ -23,11 +23,9 @@ class OptimizerSettings(NamedTuple):
 
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter], OptimizerSettings], torch.optim.Optimizer]] = {
-    "sgd": lambda params, its: torch.optim.SGD(
-        params, its.learning_rate, momentum=its.momentum, weight_decay=its.weight_decay
-    ),
-    "adam": lambda params, its: torch.optim.Adam(params, its.learning_rate, weight_decay=its.weight_decay),
-    "adamw": lambda params, its: torch.optim.AdamW(params, its.learning_rate, weight_decay=its.weight_decay),
+    "sgd": lambda params, s: torch.optim.SGD(params, s.learning_rate, s.momentum, weight_decay=s.weight_decay),
+    "adam": lambda params, s: torch.optim.Adam(params, s.learning_rate, weight_decay=s.weight_decay),
+    "adamw": lambda params, s: torch.optim.AdamW(params, s.learning_rate, weight_decay=s.weight_decay),
 }
 
 
@@ -37,25 +35,24 @@ def named_optimizer(name: str, settings: OptimizerSettings) -> MakeOptimizer:
     return lambda params: make([param for _, param in params], settings)
 
 
-def user_optimizer(given: Any) -> MakeOptimizer:
-    """The same from what the user gave: a function of the parameters."""
-    if isinstance(given, torch.optim.Optimizer):
-        kind = type(given).__name__
+def user_optimizer(function: Any) -> MakeOptimizer:
+    """The same from a function of the user's own; what it makes is checked."""
+    if isinstance(function, torch.optim.Optimizer):
+        kind = type(function).__name__
         raise ConfigError(
             f"The optimizer is a {kind} that belongs to your module, and every device has a replica of its own. Give a "
             f"function that makes one: optimizer=lambda params: torch.optim.{kind}(params, ...)."
         )
-    if not callable(given):
-        raise ConfigError(f"The optimizer is a {type(given).__name__}. Give a name, or a function of the parameters.")
+    if not callable(function):
+        kind = type(function).__name__
+        raise ConfigError(f"The optimizer is a {kind}. Give a name, or a function of the parameters.")
 
     def make(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         params = [param for _, param in named]
-        optimizer = given(named if _wants_names(given) else params)
+        optimizer = function(named if _wants_names(function) else params)
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ConfigError(
-                f"The function for the optimizer gave a {type(optimizer).__name__}. It must give a "
-                f"torch.optim.Optimizer."
-            )
+            kind = type(optimizer).__name__
+            raise ConfigError(f"The function for the optimizer gave a {kind}. It must give a torch.optim.Optimizer.")
         ours = {id(param) for param in params}
         if any(id(param) not in ours for group in optimizer.param_groups for param in group["params"]):
             raise ConfigError(
@@ -63,17 +60,15 @@ def user_optimizer(given: Any) -> MakeOptimizer:
                 "replica of its own. Use its argument: optimizer=lambda params: torch.optim.SGD(params, ...)."
             )
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise ConfigError(
-                "LBFGS computes the model again within a step, which shards cannot do. Use another optimizer."
-            )
+            raise ConfigError("LBFGS computes the model again within a step, which shards cannot do. Use another.")
         return optimizer
 
     return make
 
 
 def _wants_names(function: Callable[..., Any]) -> bool:
-    """Whether a function's argument is called named_parameters: it gets pairs, as from `module.named_parameters()`."""
+    """Whether an argument is called named_parameters: it gets pairs, as from `module.named_parameters()`."""
     try:
         return "named_parameters" in inspect.signature(function).parameters
-    except (TypeError, ValueError):  # some classes cannot be looked at
+    except (TypeError, ValueError):  # some classes have no signature
         return False

@@ -47,7 +47,7 @@ class FlatReplica(Capturable):
         return range(self._spec.layout.size)
 
     def begin_step(self, step: int) -> None:
-        """A shard leaves nothing behind in it."""
+        """Nothing to do: shards change no state."""
 
     def forward_backward(self, shards: list[Shard], all_gather: AllGatherTensors) -> list[Leaf]:
         backend, layout, leaves = self._spec.backend, self._spec.layout, []
@@ -58,7 +58,7 @@ class FlatReplica(Capturable):
 
     def update(self, step: int, total: Tensor, batch: BatchSummary) -> None:
         flat, state = self._updated(step, total, batch)
-        assign = self._spec.backend.assign  # the same memory, where the framework can: a CUDA graph reads from there
+        assign = self._spec.backend.assign  # to the same memory, where the framework can: a CUDA graph reads it
         self.flat, self._state = assign(self.flat, flat), tuple(map(assign, self._state, state))
 
     def _updated(self, step: int, total: Tensor, batch: BatchSummary) -> tuple[Tensor, State]:
@@ -66,7 +66,7 @@ class FlatReplica(Capturable):
         return self._spec.optimizer(self.flat, gradient, self._state, step, self._spec.lr_schedule.factor(step))
 
     def update_is_static(self, step: int) -> bool:
-        spec = self._spec  # a norm is read by the host
+        spec = self._spec  # the host reads the norm to clip by
         return spec.lr_schedule.is_constant_from(step) and not spec.optimizer.counts_steps and spec.clip_norm is None
 
     def warm_up_update(self, step: int, total: Tensor, batch: BatchSummary) -> None:
@@ -79,7 +79,7 @@ class FlatReplica(Capturable):
 
     def arrays(self) -> dict[str, Array]:
         layout = self._spec.layout
-        flat = self._spec.backend.to_numpy(self.flat).copy()  # a backend may show its own memory
+        flat = self._spec.backend.to_numpy(self.flat).copy()  # to_numpy may be a view
         return dict(zip(layout.names, layout.unflatten(flat), strict=True))
 
     def fingerprints(self) -> dict[str, str]:
@@ -89,7 +89,6 @@ class FlatReplica(Capturable):
         return {"optimizer": [self._spec.backend.to_numpy(vector).copy() for vector in self._state]}
 
     def _restored(self, state_dict: Any) -> State:
-        """The optimizer's state, from what `state_dict` gave."""
         backend, vectors = self._spec.backend, state_dict["optimizer"]
         expected = [(tuple(vector.shape), np.dtype(np.float32)) for vector in self._state]
         if [(vector.shape, vector.dtype) for vector in vectors] != expected:

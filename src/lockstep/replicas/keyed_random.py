@@ -1,9 +1,9 @@
 """Random numbers inside a model, keyed by (seed, step, shard): dropout is the same on any device, in any order of work.
 
-PyTorch has one stream of random numbers for the whole process, drawn from in arrival order. While a shard is computed,
-every operation that would draw from it gets a generator of the shard's own instead. Watching every operation costs
+PyTorch has one random number generator for the whole process, drawn from in arrival order. While a shard is computed,
+every operation that would draw from it gets a generator of the shard's own instead. Intercepting every operation costs
 about ten microseconds each (a quarter of a step of ResNet-18 on a GPU). So a module that does not draw in its first
-steps is computed without; should it draw later, the process's stream has moved, and the shard is computed again.
+steps is computed without; should it draw later, the process's generator has moved, and the shard is computed again.
 """
 
 import random
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.core.errors import RunError
 
-SEEDED = torch.Tag.nondeterministic_seeded  # the mark of an operation that draws
+SEEDED = torch.Tag.nondeterministic_seeded  # the tag of an operation that draws
 
 
 def rng_state(device: torch.device) -> bytes:
@@ -31,22 +31,20 @@ def rng_state(device: torch.device) -> bytes:
 
 @contextmanager
 def no_draws_outside_of_pytorch() -> Iterator[None]:
-    """Refuses a model that draws from Python's or numpy's random numbers, which all ranks share and which cannot be keyed."""
-    before = random.getstate(), _of_numpy()
+    """Refuses a model that draws from Python or numpy: all ranks share their generators, which cannot be keyed."""
+    before = _host_states()
     yield
-    drawn = [] if random.getstate() == before[0] else ["Python's random"]
-    drawn += [] if _of_numpy() == before[1] else ["numpy.random"]
+    drawn = [name for name, state in _host_states().items() if state != before[name]]
     if drawn:
         raise RunError(
-            f"While the model was computed, somebody drew from {' and '.join(drawn)}: all devices share these, so the "
-            f"weights would depend on their number. Draw from PyTorch in the model: torch.rand(()) is keyed by the "
-            f"shard."
+            f"Random numbers were drawn from {' and '.join(drawn)} while the model was computed: the weights would "
+            f"depend on the number of devices. Draw from PyTorch in the model: torch.rand(()) is keyed by the shard."
         )
 
 
-def _of_numpy() -> tuple[bytes, int]:
+def _host_states() -> dict[str, Any]:
     _, numbers, position, *_ = np.random.get_state(legacy=True)
-    return np.asarray(numbers).tobytes(), int(position)
+    return {"Python's random": random.getstate(), "numpy.random": (np.asarray(numbers).tobytes(), position)}
 
 
 class KeyedRandom(TorchDispatchMode):
@@ -54,30 +52,23 @@ class KeyedRandom(TorchDispatchMode):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._generator = torch.Generator(device)
-        self._on_cpu = self._generator if device.type == "cpu" else torch.Generator()
+        self.generator = torch.Generator(device)
+        self._on_cpu = self.generator if device.type == "cpu" else torch.Generator()
         self._own: list[torch.Generator] = []  # made and seeded by the model itself since the start
         self.has_drawn = False  # ever
-        self.has_drawn_on_host = (
-            False  # for a GPU's model: what it decides with that is decided once in a captured step
-        )
+        self.has_drawn_on_host = False  # for a model on a GPU: a captured step would replay what the host decided
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # PyTorch would wrap the next function, at twice its cost
 
     def start(self, seed: int) -> "KeyedRandom":
-        """Begins the stream of `seed`."""
-        self._generator.manual_seed(seed)
-        if self._on_cpu is not self._generator:
+        """Seeds the random numbers."""
+        self.generator.manual_seed(seed)
+        if self._on_cpu is not self.generator:
             self._on_cpu.manual_seed(seed)
         self._own = []
         return self
-
-    @property
-    def generator(self) -> torch.Generator:
-        """What a device's random numbers come from."""
-        return self._generator
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if SEEDED not in func.tags:
@@ -92,12 +83,12 @@ class KeyedRandom(TorchDispatchMode):
                 return X, torch.ones_like(X, dtype=torch.bool)
             kept = torch.empty_like(X, dtype=torch.bool).bernoulli_(1 - p, generator=self._for(X))
             return X * kept * (1 / (1 - p) if p < 1 else 0.0), kept
-        given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
-        if given.get("generator") is not None:
-            self._check(given["generator"])
+        named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+        if named.get("generator") is not None:
+            self._check(named["generator"])
             return func(*args, **kwargs)
-        if "dropout_p" in given or "dropout" in given:  # fused attention, cuDNN's recurrent layers
-            if not given.get("dropout_p", given.get("dropout")) or given.get("train") is False:
+        if "dropout_p" in named or "dropout" in named:  # fused attention, cuDNN's recurrent layers
+            if not named.get("dropout_p", named.get("dropout")) or named.get("train") is False:
                 return func(*args, **kwargs)
             raise RuntimeError(
                 f"{func} draws its dropout from random numbers of its own, which cannot be keyed by the shard. Use "
@@ -106,22 +97,21 @@ class KeyedRandom(TorchDispatchMode):
         keyed = _with_generator(func)
         if keyed is None:
             raise RuntimeError(f"{func} draws random numbers that cannot be keyed by the shard. Use another operation")
-        tensors = [value for value in given.values() if isinstance(value, torch.Tensor)]
+        tensors = [value for value in named.values() if isinstance(value, torch.Tensor)]
         kwargs["generator"] = self._for(tensors[0] if tensors else kwargs.get("device"))
         if "generator" in (names := [argument.name for argument in keyed._schema.arguments]):
-            args = args[: names.index("generator")]  # nobody gave one: what is there is None
+            args = args[: names.index("generator")]  # the rest is generator=None
         return keyed(*args, **kwargs)
 
     def _check(self, generator: torch.Generator) -> None:
-        """Refuses a generator that goes on from shard to shard; one that was just seeded is as good as a key."""
+        """Refuses a generator that continues from shard to shard; one that was just seeded is as good as a key."""
         if any(generator is known for known in self._own):
             return
         fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed())
         if not torch.equal(fresh.get_state(), generator.get_state()):
             raise RuntimeError(
-                "The model draws from a generator of its own, which goes on from shard to shard: every device has a "
-                "copy, so the weights would depend on their number. Leave generator= out, and numbers are keyed by the "
-                "shard"
+                "The model draws from a generator of its own, which continues from shard to shard: the weights would "
+                "depend on the number of devices. Leave generator= out: then numbers are keyed by the shard"
             )
         self._own.append(generator)
 
@@ -129,19 +119,18 @@ class KeyedRandom(TorchDispatchMode):
         """The generator for a tensor's device, or for a device; operations without either make CPU tensors."""
         device = where.device if isinstance(where, torch.Tensor) else torch.device(where or "cpu")
         if device.type != "cpu":
-            return self._generator
-        self.has_drawn_on_host = self._on_cpu is not self._generator
+            return self.generator
+        self.has_drawn_on_host = self._on_cpu is not self.generator
         return self._on_cpu
 
 
 def _with_generator(func: Any) -> Any:
-    """The form of an operation that takes a generator; None if there is none."""
+    """The overload of an operation that takes a generator; None if there is none."""
     names = [argument.name for argument in func._schema.arguments]
     if "generator" in names:
         return func
-    packet = func.overloadpacket
-    for overload in packet.overloads():
-        candidate = getattr(packet, overload)
+    for overload in func.overloadpacket.overloads():
+        candidate = getattr(func.overloadpacket, overload)
         theirs = [argument.name for argument in candidate._schema.arguments]
         if "generator" in theirs and [name for name in theirs if name != "generator"] == names:
             return candidate
@@ -149,7 +138,7 @@ def _with_generator(func: Any) -> Any:
 
 
 class NoDraws(TorchFunctionMode):
-    """While it is entered, nothing may draw: for the backward pass, where what is recomputed would draw others."""
+    """While it is entered, drawing is an error: for the backward pass, where recomputation would draw other numbers."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with _Refuse():
@@ -164,8 +153,7 @@ class _Refuse(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if SEEDED in func.tags:
             raise RuntimeError(
-                f"{func} draws random numbers in the backward pass, which cannot be keyed. If this is activation "
-                f"checkpointing, which computes a part again: they would be others than in the forward pass. Leave "
-                f"dropout out of checkpointed parts"
+                f"{func} draws random numbers in the backward pass, which cannot be keyed: activation checkpointing "
+                f"would draw others than in the forward pass. Leave dropout out of checkpointed parts"
             )
         return func(*args, **(kwargs or {}))

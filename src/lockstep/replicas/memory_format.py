@@ -1,7 +1,7 @@
 """The memory format of images and convolution kernels: channels-first, or channels-last.
 
-Convolutions on a CPU and in low precision on a GPU are faster channels-last (1.4 times for LeNet on a CPU). What is
-chosen depends on the module, the kind of device and the precision. No autotuning: two runs must choose the same.
+Convolutions on a CPU and in low precision on a GPU are faster channels-last (1.4 times for LeNet on a CPU). The choice
+depends on the module, the kind of device and the precision. No autotuning: two runs must choose the same.
 """
 
 import torch
@@ -12,18 +12,18 @@ from lockstep.core.device import Device
 
 
 def wants_channels_last(module: nn.Module, device: Device, precision: str) -> bool:
-    """Whether images and the kernels of convolutions are to be channels-last."""
-    has_images = any(isinstance(layer, nn.Conv2d) for layer in module.modules())
-    return has_images and (device.kind == "cpu" or precision != "fp32")
+    """Whether images and convolution kernels should be channels-last."""
+    has_convolutions = any(isinstance(layer, nn.Conv2d) for layer in module.modules())
+    return has_convolutions and (device.kind == "cpu" or precision != "fp32")
 
 
 def channels_last(tensor: Tensor) -> Tensor:
-    """Images channels-last; all else as it is."""
+    """Images channels-last; other tensors as they are."""
     return channels_last_images(tensor) if tensor.ndim == 4 and tensor.is_floating_point() else tensor
 
 
 def flat_in_memory_order(tensor: Tensor, param: Tensor) -> Tensor:
-    """The numbers of `tensor` in the order in which those of `param` are in memory."""
+    """The entries of `tensor` in the order in which those of `param` are in memory."""
     return (tensor.permute(0, 2, 3, 1) if _is_channels_last(param) else tensor).reshape(-1)
 
 

@@ -1,7 +1,10 @@
-"""A replica of a PyTorch module: a shard's gradient, an update, and the metrics of a few samples."""
+"""A replica of a PyTorch module: the gradient of a shard, the update, and the metrics of a few samples."""
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,33 +18,37 @@ from lockstep.core.layout import Array, Layout, sha256_of
 from lockstep.core.random import OPTIMIZER, seed_of, shard_seed
 from lockstep.core.tracing import span
 from lockstep.data.dataset import leaves_of, map_leaves
-from lockstep.models.losses import summed
+from lockstep.models.losses import PerSample, summed
+from lockstep.optim.lr_schedule import LRSchedule
+from lockstep.optim.torch_optimizers import MakeOptimizer
+from lockstep.replicas import module_state
 from lockstep.replicas.gradients import Gradients
 from lockstep.replicas.keyed_random import KeyedRandom, no_draws_outside_of_pytorch, rng_state
 from lockstep.replicas.memory_format import channels_last, shaped_like
-from lockstep.replicas.module_state import (
-    arrays_of,
-    call,
-    checksum,
-    copy_of,
-    load,
-    modules_in_eval_mode,
-    names_of,
-    put_in_eval_mode,
-    to_numpy,
-)
-from lockstep.replicas.optimizer_state import (
-    optimizer_state,
-    restore_optimizer,
-    restore_scheduler,
-    scheduler_state,
-)
+from lockstep.replicas.optimizer_state import optimizer_state, restore_optimizer
 from lockstep.replicas.replica import AllGatherTensors, BatchSummary, Leaf, Shard
 from lockstep.replicas.shard_module import ShardModule
 from lockstep.replicas.sync_batch_norm import SyncBatchNorm
-from lockstep.replicas.train_spec import TrainSpec
 
-NUM_WATCHED_STEPS = 2  # in which every operation is watched: does it draw random numbers?
+NUM_WATCHED_STEPS = 2  # steps in which every operation is intercepted, to see whether the model draws random numbers
+
+
+@dataclass(frozen=True)
+class TrainSpec:
+    """How a module is trained: the same for all ranks."""
+
+    module: nn.Module  # the user's own; never trained itself
+    loss: PerSample
+    metrics: dict[str, PerSample]
+    optimizer: MakeOptimizer
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None
+    seed: int
+    lr_schedule: LRSchedule = field(default_factory=LRSchedule)
+    clip_norm: float | None = None
+    sync_batch_norm: bool = False  # statistics of the whole batch
+    precision: str = "fp32"
+    channels_last: bool = False  # memory format of images and of convolution kernels
+    compiles: bool = False
 
 
 class ModuleReplica:
@@ -49,43 +56,39 @@ class ModuleReplica:
 
     def __init__(self, spec: TrainSpec, device: Device, weights: dict[str, Array], state_dict: Any = None) -> None:
         self._spec, self._device = spec, torch_device(device)
-        self.module = copy_of(spec.module, self._device)
+        self.module = module_state.copy_of(spec.module, self._device)
         if spec.channels_last:
             self.module = self.module.to(memory_format=torch.channels_last)
         if spec.precision == "tf32":
             use_tf32()
-        load(self.module, weights)
+        module_state.load(self.module, weights)
         if state_dict is not None:
-            load(self.module, state_dict["buffers"])
+            module_state.load(self.module, state_dict["buffers"])
         loss = spec.loss
         self._loss = copy.deepcopy(loss).to(self._device) if isinstance(loss, nn.Module) else loss
         self._trained = [(name, param) for name, param in self.module.named_parameters() if param.requires_grad]
         self._params = [param for _, param in self._trained]
-        names, shapes = tuple(name for name, _ in self._trained), tuple(tuple(param.shape) for param in self._params)
-        self._layout = Layout(names, shapes)
-        self._make_optimizer(state_dict)
-        self._own = ShardModule(self.module, list(names), self._device, spec.sync_batch_norm)
+        names = [name for name, _ in self._trained]
+        self._layout = Layout(tuple(names), tuple(tuple(param.shape) for param in self._params))
+        self._optimizer = spec.optimizer(self._trained)
+        self._learning_rates = [group.get("lr") for group in self._optimizer.param_groups]
+        self._scheduler = spec.scheduler(self._optimizer) if spec.scheduler else None
+        if state_dict is not None:
+            restore_optimizer(self._optimizer, self._scheduler, state_dict, self._device)
+        self._own = ShardModule(self.module, names, self._device, spec.sync_batch_norm)
         self._buffers, self._random = self._own.buffers, self._own.random
         originals = [param for param in spec.module.parameters() if param.requires_grad]
         self._gradients = Gradients(self._trained, self._layout, originals, self._device)
-        self._call = BACKEND.compile(call) if spec.compiles else call
+        self._call = BACKEND.compile(module_state.call) if spec.compiles else module_state.call
         self._has_computed = False
-        self._in_eval_mode = modules_in_eval_mode(spec.module)
-        self._step = 0  # that the buffers are prepared for
+        self._in_eval_mode = module_state.modules_in_eval_mode(spec.module)
+        self._step = 0  # the step that the buffers are prepared for
         self._first_step: int | None = None  # of this replica: a run may continue with a new one
-        self._is_under_way = False  # a step that has begun and is not done: shards have left their buffers behind
+        self._is_unfinished = False  # a step has begun and is not done: the buffers are those of its last shard
         self._sync = None
         if spec.sync_batch_norm:
             stream = torch.cuda.current_stream() if self._device.type == "cuda" else None
-            self._sync = SyncBatchNorm(self, self._params, start_thread=lambda: start_thread(self._device, stream))
-
-    def _make_optimizer(self, state_dict: Any) -> None:
-        self._optimizer = self._spec.optimizer(self._trained)
-        self._learning_rates = [group.get("lr") for group in self._optimizer.param_groups]
-        self._scheduler = self._spec.scheduler(self._optimizer) if self._spec.scheduler else None
-        if state_dict is not None:
-            restore_optimizer(self._optimizer, state_dict["optimizer"], self._device)
-            restore_scheduler(self._scheduler, state_dict["scheduler"], self._device)
+            self._sync = SyncBatchNorm(self.module, self._keyed_forward, partial(start_thread, self._device, stream))
 
     @property
     def entries(self) -> range:
@@ -93,22 +96,22 @@ class ModuleReplica:
 
     def begin_step(self, step: int) -> None:
         self.module.train()
-        put_in_eval_mode(self.module, self._in_eval_mode)
+        module_state.put_in_eval_mode(self.module, self._in_eval_mode)
         trained = [id(param) for param in self.module.parameters() if param.requires_grad]
         if trained != [id(param) for param in self._params]:
             raise RunError("The module changed which parameters are trained (requires_grad) in mid-run. Do it before.")
         if self._step != step:
             self._step = step
             self._first_step = self._first_step or step
-            self._is_under_way = True
-            self._buffers.restore()
+            self._is_unfinished = True
             self._buffers.start_step()
 
     def forward_backward(self, shards: list[Shard], all_gather: AllGatherTensors) -> list[Leaf]:
-        if self._sync is not None:
-            with plain_errors(self._device.type):
-                return self._sync.forward_backward(shards, all_gather)
-        return [self._leaf_of(shard) for shard in shards]
+        if self._sync is None:
+            return [self._leaf_of(shard) for shard in shards]
+        with plain_errors(self._device.type), self._gradients.watch_originals():
+            computed = self._sync.forward_backward(shards, all_gather)
+        return [self._leaf(loss, grads, self._gradients.flat(grads), self._own) for loss, grads in computed]
 
     def _leaf_of(self, shard: Shard) -> Leaf:
         with plain_errors(self._device.type):
@@ -120,55 +123,45 @@ class ModuleReplica:
         return self._leaf(loss, gradients, vector, self._own)
 
     def _forward(self, shard: Shard) -> Tensor:
+        """The summed loss of a shard."""
         if self._spec.compiles:  # such a model was found not to draw random numbers
             return self._loss_of(self.module, shard)
-        is_watched = self._random.has_drawn or self._step < (self._first_step or self._step) + NUM_WATCHED_STEPS
-        loss = None if is_watched else self._unwatched_forward(shard)
-        return self.forward(self.module, self._random, shard) if loss is None else loss
+        if not self._random.has_drawn and self._step >= (self._first_step or self._step) + NUM_WATCHED_STEPS:
+            before = rng_state(self._device)
+            loss = self._loss_of(self.module, shard)
+            if rng_state(self._device) == before:
+                return loss
+            self._random.has_drawn = True  # or another rank has: then watching is only slower, and gives the same bits
+            self._buffers.start_shard()
+        return self._keyed_forward(self.module, self._random, shard)
 
-    def _unwatched_forward(self, shard: Shard) -> Tensor | None:
-        """The summed loss of a shard, if nobody has drawn random numbers meanwhile."""
-        before = rng_state(self._device)
-        loss = self._loss_of(self.module, shard)
-        if rng_state(self._device) == before:
-            return loss
-        self._random.has_drawn = True  # or another rank has: then it is watched for nothing, and gives the same bits
-        self._buffers.start_shard()
-        return None
-
-    def forward(self, module: nn.Module, random: KeyedRandom, shard: Shard) -> Tensor:
-        """The summed loss of a shard, from `module`, which is the replica's own or a twin of it."""
+    def _keyed_forward(self, module: nn.Module, random: KeyedRandom, shard: Shard) -> Tensor:
+        """The same from `module`, which is the replica's own or a twin of it, with the random numbers of the shard."""
         with random.start(shard_seed(self._spec.seed, self._step, shard.number)):
             return self._loss_of(module, shard)
 
     def _loss_of(self, module: nn.Module, shard: Shard) -> Tensor:
         versions = [param._version for param in self._params]
-        # not for the first: PyTorch loads parts of itself when they are needed, and draws a name for a file in between
+        # not for the first: PyTorch imports parts of itself lazily, and draws a temporary file's name meanwhile
         watch = no_draws_outside_of_pytorch() if self._has_computed else nullcontext()
         with watch, self._autocast():
             output = self._call(module, self._in_memory_format(shard.X))
             loss = summed(self._loss, "loss", output, shard.y, shard.num_samples)
         self._has_computed = True
         if not loss.requires_grad:
-            raise RunError(
-                "The loss does not depend on any parameter that is trained. Is everything frozen, or detached?"
-            )
+            raise RunError("The loss does not depend on any parameter that is trained. Are all frozen or detached?")
         if versions != [param._version for param in self._params]:
             changed = next(n for (n, p), before in zip(self._trained, versions, strict=True) if p._version != before)
             raise RunError(
-                f"The model changes its parameter {changed} in the forward pass (Embedding with max_norm?), by what is "
-                f"in the shard: devices would end with different parameters. Leave that out."
+                f"The model changes its parameter {changed} in the forward pass (Embedding with max_norm?), depending "
+                f"on the shard: devices would end with different parameters. Leave that out."
             )
         return loss
-
-    def leaf(self, loss: Tensor, gradients: list[Tensor | None]) -> Leaf:
-        """What a shard leaves behind, with statistics of the whole batch."""
-        return self._leaf(loss, gradients, self._gradients.flat(gradients), self._own)
 
     def _leaf(self, loss: Tensor, gradients: list[Tensor | None], vector: Tensor, computed: ShardModule) -> Leaf:
         updates = computed.buffers.updates()
         if self._step == self._first_step:
-            computed.attributes.check()
+            computed.check_attributes()
         used = frozenset(number for number, gradient in enumerate(gradients) if gradient is not None)
         return Leaf(vector, loss.detach(), updates, used)
 
@@ -179,7 +172,7 @@ class ModuleReplica:
             gradient = gradient * (self._spec.clip_norm / (norm + 1e-6)).clamp(max=1.0)
         pieces = gradient.split(self._layout.pieces)[::2]
         for number, (param, piece) in enumerate(zip(self._params, pieces, strict=True)):
-            # PyTorch skips what has none
+            # PyTorch skips a parameter whose gradient is None
             param.grad = shaped_like(param, piece) if number in batch.used else None
         if self._scheduler is None:
             for group, rate in zip(self._optimizer.param_groups, self._learning_rates, strict=True):
@@ -191,59 +184,44 @@ class ModuleReplica:
         if self._scheduler is not None:
             self._scheduler.step()
         self._buffers.merge(batch.buffers, batch.shard_sizes)
-        self._is_under_way = False
+        self._is_unfinished = False
 
     def measure(self, X: Any, y: Any) -> dict[str, float]:
         self.module.eval()
         num_samples = len(leaves_of(y)[0])
-        metrics = {"loss": self._loss, **self._spec.metrics}
-        with (
-            torch.no_grad(),
-            plain_errors(self._device.type),
-            self._random.start(shard_seed(self._spec.seed, 0, 0)),
-            self._autocast(),
-        ):
+        metrics = {"loss": ("loss", self._loss), **{n: (f"metric {n}", m) for n, m in self._spec.metrics.items()}}
+        random = self._random.start(shard_seed(self._spec.seed, 0, 0))
+        with torch.no_grad(), plain_errors(self._device.type), random, self._autocast():
             output = self._call(self.module, self._in_memory_format(X))
-            sums = {
-                name: float(summed(metric, f"metric {name}" if name != "loss" else name, output, y, num_samples))
-                for name, metric in metrics.items()
-            }
-        self._buffers.restore()  # what these samples made of them belongs to nobody
+            sums = {n: float(summed(metric, what, output, y, num_samples)) for n, (what, metric) in metrics.items()}
+        self._buffers.restore()  # evaluation does not change them
         return sums
 
     def arrays(self) -> dict[str, Array]:
         self._undo_unfinished_step()
-        return arrays_of(self.module)
+        return module_state.arrays_of(self.module)
 
     def fingerprints(self) -> dict[str, str]:
         if self._device.type == "cpu":
             return {name: sha256_of([array]) for name, array in self.arrays().items()}
-        named = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
-        names = names_of(self.module)
-        sums = torch.stack([checksum(named[name]) for name in names])  # computed where the numbers are
-        return dict(zip(names, map(str, sums.tolist()), strict=True))
+        tensors = module_state.saved_tensors(self.module)
+        sums = torch.stack([module_state.checksum(tensor) for tensor in tensors.values()])  # on the device
+        return dict(zip(tensors, map(str, sums.tolist()), strict=True))
 
     def state_dict(self) -> Any:
         self._undo_unfinished_step()
-        saved = set(names_of(self.module))
-        others = {name: to_numpy(buffer) for name, buffer in self.module.named_buffers() if name not in saved}
-        return {
-            "buffers": others,
-            "optimizer": optimizer_state(self._optimizer),
-            "scheduler": scheduler_state(self._scheduler),
-        }
+        saved = module_state.saved_tensors(self.module)
+        others = {n: module_state.to_numpy(b) for n, b in self.module.named_buffers() if n not in saved}
+        return {"buffers": others, **optimizer_state(self._optimizer, self._scheduler)}
 
     def _undo_unfinished_step(self) -> None:
-        """Undoes what shards did to the buffers in a step that came to nothing."""
-        if self._is_under_way:
+        if self._is_unfinished:
             self._buffers.rewind()
 
     def _in_memory_format(self, X: Any) -> Any:
-        """Samples in the memory format that the module's kernels are fastest with."""
         return map_leaves(X, channels_last) if self._spec.channels_last else X
 
     def _autocast(self) -> torch.autocast:
-        # no cache: it belongs to the whole process, so what is in it would depend on the other ranks
-        return torch.autocast(
-            self._device.type, torch.bfloat16, enabled=self._spec.precision == "bf16", cache_enabled=False
-        )
+        # no cache: it belongs to the whole process, so its content would depend on the other ranks
+        is_bf16 = self._spec.precision == "bf16"
+        return torch.autocast(self._device.type, torch.bfloat16, enabled=is_bf16, cache_enabled=False)

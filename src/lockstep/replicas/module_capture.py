@@ -1,4 +1,4 @@
-"""A module's side of CUDA graph capture: every shard has a twin of the module, with buffers and random numbers of its own."""
+"""A module's side of CUDA graph capture: each shard has a twin of the module, with its own buffers and generator."""
 
 from typing import Any
 
@@ -35,12 +35,12 @@ class CapturableModuleReplica(ModuleReplica, Capturable):
     def begin_replay(self, step: int) -> None:
         for number, twin in self._twins.items():
             twin.random.start(shard_seed(self._spec.seed, step, number))
-        self._is_under_way, self._step = True, step
+        self._is_unfinished, self._step = True, step
 
     def discard_capture(self) -> None:
         self._undo_unfinished_step()
         self._twins = {}
-        self._is_captured, self._is_under_way, self._step = False, False, 0
+        self._is_captured, self._is_unfinished, self._step = False, False, 0
 
     def capture_generators(self) -> list[Any]:
         return [twin.random.generator for twin in self._twins.values() if twin.random.has_drawn]
@@ -66,15 +66,13 @@ class CapturableModuleReplica(ModuleReplica, Capturable):
         return leaf
 
     def _captured_forward(self, twin: ShardModule, shard: Shard) -> Tensor:
-        """The summed loss of a shard: computed once to see what it needs, then captured."""
-        if self._spec.compiles:
-            return self._loss_of(twin.module, shard)
-        if not is_capturing(self._device):
-            loss = self.forward(twin.module, twin.random, shard)
+        """The summed loss of a shard: computed once to see whether it draws random numbers, then captured."""
+        if not self._spec.compiles and not is_capturing(self._device):
+            loss = self._keyed_forward(twin.module, twin.random, shard)
             if twin.random.has_drawn_on_host:
                 raise CaptureError("the model draws random numbers on the host")
             return loss
-        if not twin.random.has_drawn:
+        if self._spec.compiles or not twin.random.has_drawn:
             return self._loss_of(twin.module, shard)
-        with twin.random:  # whose stream of numbers was started before
+        with twin.random:  # seeded by the warm-up, and again before every replay
             return self._loss_of(twin.module, shard)

@@ -22,18 +22,18 @@ def copy_of(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def modules_in_eval_mode(module: nn.Module) -> list[str]:
-    """The submodules of a module in training mode that are not: the user wants them in eval mode, in training too."""
+    """The submodules that the user has put in eval mode, in a module that is in training mode."""
     return [name for name, part in module.named_modules() if not part.training] if module.training else []
 
 
 def put_in_eval_mode(module: nn.Module, names: list[str]) -> None:
-    """Puts these submodules, each for itself, into eval mode."""
+    """Puts these submodules, without those inside them, in eval mode."""
     for name in names:
         module.get_submodule(name).training = False
 
 
 def load(module: nn.Module, weights: dict[str, Array]) -> None:
-    """Copies the numbers into the module's parameters and buffers."""
+    """Copies arrays into the module's parameters and buffers."""
     named = dict([*module.named_parameters(), *module.named_buffers()])
     with torch.no_grad():
         for name, array in weights.items():
@@ -41,26 +41,25 @@ def load(module: nn.Module, weights: dict[str, Array]) -> None:
 
 
 def call(module: nn.Module, X: Any) -> Any:
-    """What the module gives for X: a tuple is its arguments, a dict its arguments by name."""
+    """The module's output for X: a tuple is its arguments, a dict its keyword arguments."""
     if isinstance(X, dict):
         return module(**X)
     return module(*X) if isinstance(X, (tuple, list)) else module(X)
 
 
-def arrays_of(module: nn.Module) -> dict[str, Array]:
-    """Copies of all parameters and of persistent buffers, by name; what is tied has the first of its names."""
-    named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    return {name: to_numpy(named[name]) for name in names_of(module)}
-
-
-def names_of(module: nn.Module) -> list[str]:
-    """The names of all parameters, and of persistent buffers."""
+def saved_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """All parameters, then persistent buffers, by name; tied ones under the first of their names."""
     kept = set(module.state_dict(keep_vars=True))
-    return [name for name, _ in module.named_parameters()] + [n for n, _ in module.named_buffers() if n in kept]
+    return dict([*module.named_parameters(), *(named for named in module.named_buffers() if named[0] in kept)])
+
+
+def arrays_of(module: nn.Module) -> dict[str, Array]:
+    """Copies of all parameters and persistent buffers, by name."""
+    return {name: to_numpy(tensor) for name, tensor in saved_tensors(module).items()}
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """A sum of the tensor's bytes, each with a weight of its own, modulo 2**64: whole numbers have no order."""
+    """A weighted sum of the tensor's bytes modulo 2**64: of integers, so any order of additions gives the same."""
     octets = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     octets = torch.nn.functional.pad(octets, (0, -len(octets) % 4))
     words = octets.view(torch.int32).long()
@@ -68,7 +67,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def to_numpy(tensor: Tensor) -> Array:
-    """A copy as an array; numpy has no bfloat16, and float32 holds every one of its numbers."""
+    """A copy as an array; numpy has no bfloat16, and float32 holds all of its values."""
     tensor = tensor.detach().cpu()
     array: Array = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy().copy()
     return array

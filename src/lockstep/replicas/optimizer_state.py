@@ -1,4 +1,7 @@
-"""The state of an optimizer and a scheduler as plain values and arrays, and back: to the bit, without pickle."""
+"""The state of an optimizer and a scheduler as plain values and arrays, and back: bit for bit, without pickle.
+
+A tensor or a counter becomes a dict whose key "is" says so.
+"""
 
 from collections import Counter
 from typing import Any
@@ -9,57 +12,55 @@ from torch import Tensor
 from lockstep.core.errors import RunError
 from lockstep.replicas.module_state import to_numpy
 
-TENSOR, COUNTER = "tensor", "counter"  # a dict with one of these as its "is" stands for such a thing
+
+def optimizer_state(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, Any]:
+    """The state dicts of the optimizer and of the scheduler (None without one), as plain values and arrays."""
+    return {
+        name: None if owner is None else _plain(owner.state_dict(), name, type(owner).__name__)
+        for name, owner in (("optimizer", optimizer), ("scheduler", scheduler))
+    }
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer) -> Any:
-    """Its state dict, all that the next step depends on, as plain values and arrays."""
-    return _plain(optimizer.state_dict(), "optimizer", type(optimizer).__name__)
-
-
-def restore_optimizer(optimizer: torch.optim.Optimizer, state: Any, device: torch.device) -> None:
-    """Makes a new optimizer equal to the one that `optimizer_state` read."""
-    saved = _restored(state, device)
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer, scheduler: Any, state: dict[str, Any], device: torch.device
+) -> None:
+    """Makes a new optimizer and a new scheduler equal to those that `optimizer_state` read."""
+    if (scheduler is None) != (state["scheduler"] is None):
+        raise ValueError("one has a scheduler, the other has none")
+    saved = _restored(state["optimizer"], device)
     if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
         optimizer.load_state_dict(saved)
-        return
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    if [len(group["params"]) for group in saved["param_groups"]] != [
-        len(group["params"]) for group in optimizer.param_groups
-    ]:
+    else:
+        _load_exactly(optimizer, saved, device)
+    if scheduler is not None:
+        saved = _restored(state["scheduler"], device)
+        if set(saved) != set(scheduler.state_dict()):
+            raise ValueError("the scheduler is another")
+        scheduler.load_state_dict(saved)
+
+
+def _load_exactly(optimizer: torch.optim.Optimizer, saved: dict[str, Any], device: torch.device) -> None:
+    """Like `load_state_dict`, which would round float64 state to float32."""
+    groups = optimizer.param_groups
+    if [len(group["params"]) for group in saved["param_groups"]] != [len(group["params"]) for group in groups]:
         raise ValueError("the optimizer has other groups of parameters")
-    for group, values in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+    for group, values in zip(groups, saved["param_groups"], strict=True):
         group.update({name: value for name, value in values.items() if name != "params"})
-    for number, entries in saved["state"].items():  # by hand: PyTorch's own way rounds what is more exact than float32
+    params = [param for group in groups for param in group["params"]]
+    for number, entries in saved["state"].items():
         optimizer.state[params[number]] = {
             name: entry.to(device) if isinstance(entry, Tensor) and name != "step" else entry
             for name, entry in entries.items()
         }
 
 
-def scheduler_state(scheduler: Any) -> Any:
-    """The same of the scheduler; None without one."""
-    return None if scheduler is None else _plain(scheduler.state_dict(), "scheduler", type(scheduler).__name__)
-
-
-def restore_scheduler(scheduler: Any, state: Any, device: torch.device) -> None:
-    """Makes a new scheduler equal to the one that `scheduler_state` read."""
-    if (scheduler is None) != (state is None):
-        raise ValueError("one has a scheduler, the other has none")
-    if scheduler is not None:
-        saved = _restored(state, device)
-        if set(saved) != set(scheduler.state_dict()):
-            raise ValueError("the scheduler is another")
-        scheduler.load_state_dict(saved)
-
-
 def _plain(value: Any, path: str, owner: str) -> Any:
     match value:
         case Tensor():
             on = "cpu" if value.device.type == "cpu" else "device"
-            return {"is": TENSOR, "kind": str(value.dtype).removeprefix("torch."), "on": on, "array": to_numpy(value)}
+            return {"is": "tensor", "kind": str(value.dtype).removeprefix("torch."), "on": on, "array": to_numpy(value)}
         case Counter():
-            return {"is": COUNTER, "counts": dict(value)}
+            return {"is": "counter", "counts": dict(value)}
         case dict():
             return {key: _plain(entry, f"{path}.{key}", owner) for key, entry in value.items()}
         case list() | tuple():
@@ -78,14 +79,13 @@ def _restored(plain: Any, device: torch.device) -> Any:
         case {"is": "tensor", "kind": kind, "on": on, "array": array}:
             dtype = getattr(torch, kind)
             if not isinstance(dtype, torch.dtype):
-                raise ValueError(f"{kind} is not a kind of number")
+                raise ValueError(f"{kind} is not a dtype")
             return torch.from_numpy(array.copy()).to(device if on == "device" else "cpu", dtype)
         case {"is": "counter", "counts": counts}:
             return Counter(counts)
         case dict():
             return {key: _restored(entry, device) for key, entry in plain.items()}
         case list() | tuple():
-            entries = [_restored(entry, device) for entry in plain]
-            return entries if isinstance(plain, list) else tuple(entries)
+            return type(plain)(_restored(entry, device) for entry in plain)
         case _:
             return plain

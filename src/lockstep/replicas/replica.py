@@ -8,39 +8,38 @@ from lockstep.core.layout import Array
 
 
 class Shard(NamedTuple):
-    """A shard's number in its batch, and its samples on the rank's device."""
+    """One shard of a batch: its number, and its samples on the rank's device."""
 
     number: int
     num_samples: int
     X: Any
     y: Any
-    on_ready: OnReady | None = None  # to be told which entries of the gradient are complete, while backward goes on
+    on_ready: OnReady | None = None  # called during the backward pass, with the gradient entries that are complete
 
 
 class Leaf(NamedTuple):
-    """What a shard leaves behind."""
+    """The result of a shard's forward and backward pass."""
 
     gradient: Tensor  # of the summed loss, one flat vector
     loss: Tensor  # summed over the shard's samples
-    buffers: Any = None  # what the shard made of the model's buffers, where it has some: tensors by name
+    buffers: Any = None  # updates of the model's buffers: tensors by name
     used: frozenset[int] = frozenset()  # numbers of the parameters that got a gradient, where the model can tell
 
 
 class BatchSummary(NamedTuple):
-    """What a rank knows about the whole batch when it updates."""
+    """What an update has to know about the whole batch."""
 
     shard_sizes: list[int]
-    buffers: list[Any]  # what the shards left, in shard order, on the rank's device
+    buffers: list[Any]  # buffer updates of all shards, in shard order, on the rank's device
     used: frozenset[int]  # numbers of the parameters that got a gradient in any shard
 
     @property
     def num_samples(self) -> int:
-        """Samples of the batch."""
         return sum(self.shard_sizes)
 
 
-# All shards' tensors in shard order, from those of a rank's own shards; a collective of all ranks that have shards.
-# The string says at which layer: it must be the same for all.
+# (name of the layer, tensors of a rank's own shards) -> the tensors of all shards, in shard order. A collective of all
+# ranks that have shards; the name must be the same for all.
 AllGatherTensors = Callable[[str, list[Tensor]], list[Tensor]]
 
 
@@ -49,59 +48,51 @@ class Replica(Protocol):
 
     @property
     def entries(self) -> range:
-        """The part of the model's flat parameter vector that it holds; its gradient is a vector of as many entries."""
-        ...
+        """The part of the model's flat parameter vector that it holds; its gradient has as many entries."""
 
     def begin_step(self, step: int) -> None:
-        """Called before the shards of a step, which counts from 1."""
-        ...
+        """Called before the shards of a step; steps count from 1."""
 
     def forward_backward(self, shards: list[Shard], all_gather: AllGatherTensors) -> list[Leaf]:
-        """The leaves of these shards. Several are given only where they go through the model together."""
-        ...
+        """The leaves of these shards: one shard a call, or all of a rank's where they are computed layer by layer."""
 
     def update(self, step: int, total: Tensor, batch: BatchSummary) -> None:
         """Applies the sum of all shards' gradients."""
-        ...
 
     def measure(self, X: Any, y: Any) -> dict[str, float]:
         """Metrics of a few samples, each summed over them."""
-        ...
 
     def arrays(self) -> dict[str, Array]:
         """Parameters and buffers by name, in model order."""
-        ...
 
     def fingerprints(self) -> dict[str, str]:
-        """A short hash of each of these arrays: equal for equal bits, and as good as never otherwise."""
-        ...
+        """A hash of each of these arrays, to compare replicas by."""
 
     def state_dict(self) -> Any:
-        """What a new replica needs besides these to continue, as plain values and arrays: the optimizer's state."""
-        ...
+        """What else a new replica needs to continue, as plain values and arrays: the optimizer's state."""
 
 
 class Capturable(Protocol):
-    """What CUDA graph capture needs of a replica. The defaults are for one in which a shard leaves nothing behind."""
+    """What CUDA graph capture needs of a replica. The defaults are for one whose shards change no state."""
 
     def why_not_capturable(self) -> str:
         """Why its shards cannot be captured; empty if they can."""
         return ""
 
     def begin_capture(self, step: int) -> None:
-        """A step is about to be computed for capture, shards side by side: once to warm up, and once captured."""
+        """Called before a step is computed for capture, shards side by side: once to warm up, once captured."""
         return
 
     def begin_replay(self, step: int) -> None:
-        """The captured step is about to be replayed as step number `step`."""
+        """Called before the captured step is replayed as step number `step`."""
         return
 
     def discard_capture(self) -> None:
-        """There is no captured step after all, and nothing was computed."""
+        """Called when a capture is given up; nothing was computed."""
         return
 
     def capture_generators(self) -> list[Any]:
-        """The framework's random number generators that its shards draw from when they are replayed."""
+        """The framework's random number generators that its shards draw from in a replay."""
         return []
 
     def update_is_static(self, step: int) -> bool:

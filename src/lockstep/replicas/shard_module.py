@@ -1,19 +1,19 @@
-"""What a shard of a module is computed with. Shards that are computed side by side have one each."""
+"""What a shard is computed with: a module, its buffers and its random numbers. Shards side by side have one each."""
 
 import copy
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from lockstep.replicas.attributes import Attributes
+from lockstep.core.errors import RunError
 from lockstep.replicas.buffers import Buffers
 from lockstep.replicas.keyed_random import KeyedRandom
 
 
 class ShardModule:
-    """A module, its buffers, its random numbers, and where the gradients of its parameters `names` come out."""
+    """A module, its buffers, its random numbers, and the gradient edges of its parameters `names`."""
 
     def __init__(
         self, module: nn.Module, names: list[str], device: torch.device, sync_batch_norm: bool = False
@@ -22,15 +22,31 @@ class ShardModule:
         named = dict(module.named_parameters())
         self.edges: list[Any] = [get_gradient_edge(named[name]) for name in names]
         self.buffers = Buffers(module, sync_batch_norm)
-        self.attributes = Attributes(module)
         self.random = KeyedRandom(device)
+        self._attributes = [
+            (f"{prefix}.{name}" if prefix else name, owner, name, value, getattr(value, "_version", 0))
+            for prefix, owner in module.named_modules()
+            for name, value in vars(owner).items()
+            if not name.startswith("_") and name != "training" and isinstance(value, (int, float, Tensor))
+        ]
 
     def twin(self) -> "ShardModule":
-        """One with the same parameters, whose buffers start every step from where these are.
-
-        Its gradients come out at edges of their own, on the stream that is the current one now.
-        """
+        """One with the same parameters and its own gradient edges, on the current stream; its buffers follow these."""
         own = {id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in self.module.parameters()}
         twin = ShardModule(copy.deepcopy(self.module, dict(own)), self._names, self._device)
-        twin.buffers.follow(self.buffers)
+        twin.buffers.stats.follow(self.buffers.stats)
         return twin
+
+    def check_attributes(self) -> None:
+        """Refuses a module that has changed a number or tensor among its attributes. One that was None is no state."""
+        for label, owner, name, before, version in self._attributes:
+            now = vars(owner).get(name)
+            if isinstance(before, Tensor):
+                is_changed = isinstance(now, Tensor) and (now is not before or now._version != version)
+            else:
+                is_changed = type(now) is type(before) and now != before
+            if is_changed:
+                raise RunError(
+                    f"The model changes its attribute {label} in the forward pass. Every device has its own, so the "
+                    f"result would depend on their number. Make it a buffer: register_buffer({name!r}, ...)."
+                )

@@ -1,17 +1,17 @@
 """Batch norm over the whole batch (`--batch-norm sync`), with shards still computed one by one.
 
-All shards of a rank go through the model together, layer by layer: each has a thread, and only one of them works at a
-time. At a norm layer they wait for each other; the ranks exchange sums, merged in shard order, and go on. Backward goes
-the same way: the graph is cut at every norm layer, and its parts are gone through from the last to the first, so that
-nobody has to wait inside PyTorch's own backward threads.
+All shards of a rank go through the model together, layer by layer: each has a thread, and only one of them runs at a
+time. At a norm layer they wait for each other; the ranks all-gather the shards' sums, add them in shard order, and
+continue. The backward pass is the same: the graph is cut at every norm layer, and its parts are run from the last to
+the first, so that nothing waits inside PyTorch's own backward threads.
 """
 
 import copy
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Protocol
+from functools import partial, reduce
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,242 +19,206 @@ from torch.autograd.graph import get_gradient_edge
 
 from lockstep.core.errors import RunError
 from lockstep.replicas.keyed_random import KeyedRandom, NoDraws
-from lockstep.replicas.replica import AllGatherTensors, Leaf, Shard
+from lockstep.replicas.replica import AllGatherTensors, Shard
+from lockstep.replicas.running_stats import BATCH_NORM
 
-BatchNorm = nn.modules.batchnorm._BatchNorm
+Forward = Callable[[nn.Module, KeyedRandom, Shard], Tensor]
+LOCAL = threading.local()  # .shard: the `ShardForward` of the calling thread
 
 
 @dataclass
 class Cut:
-    """Where one shard's graph is cut: `x` goes into a norm layer, `normed` comes out of it with a graph of its own."""
+    """Where one shard's graph is cut: `x` is a norm layer's input, `normed` its output, which starts a new graph."""
 
     name: str
     norm: Any
     x: Tensor
-    edge: Any  # where x was in the graph when it came: it may be written to later
+    edge: Any  # of x when the layer was called: x may be written to later
     normed: Tensor = field(init=False)
     scale: Tensor = field(init=False)  # 1 / standard deviation, of each channel
-    count: float = field(init=False)  # numbers that each channel's statistics are made of
+    count: float = field(init=False)  # values that each channel's statistics are made of
 
 
 class ShardForward:
-    """A shard's forward pass, on a thread of its own that works only while `resume` waits for it."""
+    """A shard's forward pass, on a thread of its own that runs only while `resume` waits for it."""
 
     def __init__(self, forward: Callable[[], Tensor], start_thread: Callable[[], None]) -> None:
         self.cuts: list[Cut] = []
-        self.at_norm = False
-        self.loss: Tensor | None = None
+        self.loss: Tensor | None = None  # until it is through the model
         self._error: BaseException | None = None
-        self._turn, self._parked = threading.Semaphore(0), threading.Semaphore(0)
-        self._is_over = False
+        self._resumed, self._paused = threading.Semaphore(0), threading.Semaphore(0)
+        self._is_cancelled = False
         self._thread = threading.Thread(target=self._run, args=(forward, start_thread), daemon=True)
         self._thread.start()
 
     def _run(self, forward: Callable[[], Tensor], start_thread: Callable[[], None]) -> None:
-        self._turn.acquire()
+        self._resumed.acquire()
         try:
-            if not self._is_over:
+            if not self._is_cancelled:
                 start_thread()
                 LOCAL.shard = self
                 self.loss = forward()
         except BaseException as problem:
             self._error = problem
-        self._parked.release()
+        self._paused.release()
 
     def resume(self) -> None:
-        """Lets the shard work until it is at a norm layer, or through the model."""
-        self.at_norm = False
-        self._turn.release()
-        self._parked.acquire()
+        """Runs the shard until it is at a norm layer, or through the model."""
+        self._resumed.release()
+        self._paused.acquire()
         if self._error is not None:
             raise self._error
 
-    def wait_at(self, cut: Cut) -> Tensor:
-        """Called on the shard's thread: parks it at a norm layer, and gives what came out of it."""
-        if not self._is_over:
+    def pause_at(self, cut: Cut) -> Tensor:
+        """Called on the shard's thread: pauses it at a norm layer, and returns the layer's output."""
+        if not self._is_cancelled:
             self.cuts.append(cut)
-            self.at_norm = True
-            self._parked.release()
-            self._turn.acquire()
-        if self._is_over:
+            self._paused.release()
+            self._resumed.acquire()
+        if self._is_cancelled:
             raise SystemExit  # another shard failed
         return cut.normed
 
     def end(self) -> None:
         """Ends the thread, wherever it is."""
-        self._is_over = True
-        self._turn.release()
+        self._is_cancelled = True
+        self._resumed.release()
         self._thread.join()
 
 
-LOCAL = threading.local()  # .shard: the `ShardForward` that the calling thread works for
-
-
-class ModuleForward(Protocol):
-    """What is needed of a replica."""
-
-    module: nn.Module
-
-    def forward(self, module: nn.Module, random: KeyedRandom, shard: Shard) -> Tensor: ...
-    def leaf(self, loss: Tensor, gradients: list[Tensor | None]) -> Leaf: ...
-
-
 class SyncBatchNorm:
-    """Computes the leaves of a replica whose norm layers use the whole batch."""
+    """Forward and backward pass of a module whose norm layers use the whole batch; `forward` runs a twin of it."""
 
-    def __init__(self, replica: ModuleForward, params: list[nn.Parameter], start_thread: Callable[[], None]) -> None:
-        self._replica, self._device, self._start_thread = replica, params[0].device, start_thread
-        self._params = [get_gradient_edge(param) for param in params]
+    def __init__(self, module: nn.Module, forward: Forward, start_thread: Callable[[], None]) -> None:
+        self._module, self._forward, self._start_thread = module, forward, start_thread
+        self._device = next(module.parameters()).device
         self._twins: list[nn.Module] = []
 
-    def forward_backward(self, shards: list[Shard], all_gather: AllGatherTensors) -> list[Leaf]:
-        """The leaves of the rank's own shards, in their order."""
+    def forward_backward(
+        self, shards: list[Shard], all_gather: AllGatherTensors
+    ) -> list[tuple[Tensor, list[Tensor | None]]]:
+        """The summed loss, and its gradient for each trained parameter, of each of the rank's shards."""
         while len(self._twins) < len(shards):
-            self._twins.append(_twin_of(self._replica.module))
+            self._twins.append(_twin_of(self._module))
+        twins = self._twins[: len(shards)]
         forwards: list[ShardForward] = []
         try:
-            for twin, shard in zip(self._twins, shards, strict=False):
-                _set_modes(twin, self._replica.module)
-                compute = partial(self._replica.forward, twin, KeyedRandom(self._device), shard)
+            for twin, shard in zip(twins, shards, strict=True):
+                _take_gradients(twin)  # of a step that failed
+                for ours, theirs in zip(twin.modules(), self._module.modules(), strict=True):
+                    ours.training = theirs.training
+                compute = partial(self._forward, twin, KeyedRandom(self._device), shard)
                 forwards.append(ShardForward(compute, self._start_thread))
-            self._forward(forwards, all_gather)
+            losses = _run_forward(forwards, all_gather)
         finally:
             for forward in forwards:
                 forward.end()
-        for twin in self._twins:
-            _check_buffers(twin, self._replica.module)
-        gradients = self._backward(forwards, all_gather)
-        return [
-            self._replica.leaf(forward.loss, own)
-            for forward, own in zip(forwards, gradients, strict=True)
-            if forward.loss is not None
-        ]
+        for twin in twins:
+            for (name, ours), (_, theirs) in zip(twin.named_buffers(), self._module.named_buffers(), strict=False):
+                if ours is not theirs:
+                    raise RunError(f"The model changes its buffer {name}, which needs --batch-norm shard.")
+        _run_backward([forward.cuts for forward in forwards], losses, all_gather)
+        return [(loss, _take_gradients(twin)) for loss, twin in zip(losses, twins, strict=True)]
 
-    def _forward(self, forwards: list[ShardForward], all_gather: AllGatherTensors) -> None:
-        while True:
-            for forward in forwards:
-                forward.resume()
-            layers = {forward.cuts[-1].name if forward.at_norm else "the end" for forward in forwards}
-            if len(layers) > 1:
-                raise RunError(
-                    f"Shards of one batch take different paths through the model: one is at "
-                    f"{', another at '.join(sorted(layers))}. Batch norm over the whole batch needs all of them at the "
-                    f"same layer: use --batch-norm shard."
-                )
-            (layer,) = layers
-            if not forwards[0].at_norm:
-                all_gather(layer, [])
-                return
-            cuts = [forward.cuts[-1] for forward in forwards]
-            with torch.no_grad():
-                _normalize(cuts, all_gather(layer, [_sums(cut.x) for cut in cuts]))
 
-    def _backward(self, forwards: list[ShardForward], all_gather: AllGatherTensors) -> list[list[Tensor | None]]:
-        backwards = [ShardBackward(forward.cuts, self._params) for forward in forwards]
-        for forward, backward in zip(forwards, backwards, strict=True):
-            assert forward.loss is not None
-            backward.through(get_gradient_edge(forward.loss), torch.ones_like(forward.loss), len(forward.cuts))
-        for number in reversed(range(len(forwards[0].cuts))):
-            cuts = [forward.cuts[number] for forward in forwards]
-            name = f"the backward pass of {cuts[0].name}"
-            arrived = [backward.arrived(number) for backward in backwards]
+def _run_forward(forwards: list[ShardForward], all_gather: AllGatherTensors) -> list[Tensor]:
+    """The losses of all shards."""
+    while True:
+        for forward in forwards:
+            forward.resume()
+        losses = [forward.loss for forward in forwards if forward.loss is not None]
+        layers = sorted({forward.cuts[-1].name if forward.loss is None else "the end" for forward in forwards})
+        if len(layers) > 1:
+            raise RunError(
+                f"Shards of one batch take different paths through the model: one is at {', another at '.join(layers)}"
+                f". Batch norm over the whole batch needs all at the same layer: use --batch-norm shard."
+            )
+        if losses:
+            all_gather("the end", [])
+            return losses
+        cuts = [forward.cuts[-1] for forward in forwards]
+        with torch.no_grad():
+            _normalize(cuts, all_gather(layers[0], [_statistics(cut.x) for cut in cuts]))
+
+
+def _run_backward(cuts: list[list[Cut]], losses: list[Tensor], all_gather: AllGatherTensors) -> None:
+    """Accumulates the gradients in the parameters of each shard's twin, from the losses and from each norm layer."""
+    _accumulate([(get_gradient_edge(loss), torch.ones_like(loss)) for loss in losses])
+    for layer in reversed(list(zip(*cuts, strict=True))):
+        # complete: all that depends on the layer's output is done
+        arrived = [torch.zeros_like(cut.normed) if cut.normed.grad is None else cut.normed.grad for cut in layer]
+        with torch.no_grad():
             sums = [
-                torch.stack([_over(g), _over(g * cut.normed)]).double() for g, cut in zip(arrived, cuts, strict=True)
+                torch.stack([_channel_sums(g), _channel_sums(g * cut.normed)]).double()
+                for g, cut in zip(arrived, layer, strict=True)
             ]
-            total = _in_order(all_gather(name, [s.detach() for s in sums]))
-            for backward, cut, g in zip(backwards, cuts, arrived, strict=True):
-                with torch.no_grad():
-                    mean, slope = (_like(row.float(), g) / cut.count for row in total)
-                    dx = _like(cut.scale, g) * (g.float() - mean - cut.normed.float() * slope)
-                if cut.edge is not None:
-                    backward.through(cut.edge, dx.to(cut.x.dtype), number)
-        return [backward.of_params for backward in backwards]
+            total = reduce(torch.add, all_gather(f"the backward pass of {layer[0].name}", sums))
+            starts = []
+            for g, cut in zip(arrived, layer, strict=True):
+                mean, slope = (_like(row.float(), g) / cut.count for row in total)
+                dx = _like(cut.scale, g) * (g.float() - mean - cut.normed.float() * slope)
+                starts.append((cut.edge, dx.to(cut.x.dtype)))
+        _accumulate(starts)
 
 
-class ShardBackward:
-    """The backward pass of one shard, part by part."""
+def _accumulate(starts: list[tuple[Any, Tensor]]) -> None:
+    with NoDraws():  # which would intercept a call with a tensor instead of its edge, and all that it calls
+        for edge, gradient in starts:
+            if edge is not None:
+                torch.autograd.backward(edge, gradient, retain_graph=True)
 
-    def __init__(self, cuts: list[Cut], params: list[Any]) -> None:
-        self._cuts, self._num_params = cuts, len(params)
-        # by their edges: a call with tensors would be one of those that `NoDraws` watches, with all that it calls
-        self._inputs = [*params, *(get_gradient_edge(cut.normed) for cut in cuts)]
-        self.of_params: list[Tensor | None] = [None] * len(params)
-        self._of_cuts: list[Tensor | None] = [None] * len(cuts)
 
-    def through(self, start: Any, gradient: Tensor, num_cuts: int) -> None:
-        """Goes back from an edge of the graph to the parameters, and to the first cuts that come before it."""
-        inputs = self._inputs[: self._num_params + num_cuts]
-        with NoDraws():
-            found = torch.autograd.grad(start, inputs, gradient, retain_graph=True, allow_unused=True)
-        for held, new in (
-            (self.of_params, found[: self._num_params]),
-            (self._of_cuts, found[self._num_params :]),
-        ):
-            for number, entry in enumerate(new):
-                if entry is not None:
-                    held[number] = entry if held[number] is None else held[number] + entry
-
-    def arrived(self, number: int) -> Tensor:
-        """The gradient of what came out of a norm layer: complete, once all later layers were gone through."""
-        gradient = self._of_cuts[number]
-        return torch.zeros_like(self._cuts[number].normed) if gradient is None else gradient
+def _take_gradients(twin: nn.Module) -> list[Tensor | None]:
+    params = [param for param in twin.parameters() if param.requires_grad]
+    gradients = [param.grad for param in params]
+    for param in params:
+        param.grad = None
+    return gradients
 
 
 def _twin_of(module: nn.Module) -> nn.Module:
-    """A module of the same parameters and buffers with attributes of its own. Its norm layers wait for each other."""
-    shared = {id(tensor): tensor for tensor in [*module.parameters(), *module.buffers()]}
-    twin = copy.deepcopy(module, dict(shared))
+    """A module on the same parameters and buffers, with its own gradients, whose norm layers wait for each other."""
+    shared = {id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in module.parameters()}
+    twin = copy.deepcopy(module, {**shared, **{id(buffer): buffer for buffer in module.buffers()}})
     for name, norm in twin.named_modules():
-        if isinstance(norm, BatchNorm):
-            if type(norm).forward is not BatchNorm.forward:
+        if isinstance(norm, BATCH_NORM):
+            if type(norm).forward is not BATCH_NORM.forward:
                 raise RunError(
                     f"{name} is a {type(norm).__name__}, a batch norm with a forward pass of its own, which cannot be "
                     f"made to use the whole batch: use --batch-norm shard."
                 )
-            norm.forward = partial(_forward, norm, name, norm.forward)
+            norm.forward = partial(_norm_forward, norm, name, norm.forward)
     return twin
 
 
-def _set_modes(twin: nn.Module, module: nn.Module) -> None:
-    for ours, theirs in zip(twin.modules(), module.modules(), strict=True):
-        ours.training = theirs.training
-
-
-def _check_buffers(twin: nn.Module, module: nn.Module) -> None:
-    for (name, ours), (_, theirs) in zip(twin.named_buffers(), module.named_buffers(), strict=False):
-        if ours is not theirs:
-            raise RunError(f"The model changes its buffer {name}, which goes with --batch-norm shard only.")
-
-
-def _forward(norm: Any, name: str, original: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """In place of a norm layer's own: waits for the other shards while training."""
+def _norm_forward(norm: Any, name: str, original: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Replaces a norm layer's forward: waits for the other shards in training mode."""
     if not norm.training:
         return original(x)
     norm._check_input_dim(x)
     edge = get_gradient_edge(x) if x.requires_grad else None
-    normed = LOCAL.shard.wait_at(Cut(name, norm, x, edge))
+    normed = LOCAL.shard.pause_at(Cut(name, norm, x, edge))
     if norm.weight is None:
-        return normed.clone()  # which may be written to, as the end of a part of the graph may not
+        return normed.clone()  # which may be written to: `normed` itself is a leaf of the graph
     return (normed * _like(norm.weight, normed) + _like(norm.bias, normed)).to(x.dtype)
 
 
-def _sums(x: Tensor) -> Tensor:
+def _statistics(x: Tensor) -> Tensor:
     """Count, mean and sum of squared differences from it, for each channel of one shard."""
     x = x.detach().float()
     dims = [dim for dim in range(x.ndim) if dim != 1]
     mean = x.mean(dims)
-    squares = (x - _like(mean, x)).square().sum(dims)
     count = torch.full_like(mean, x.numel() / x.shape[1])
-    return torch.stack([count, mean, squares]).double()
+    return torch.stack([count, mean, _channel_sums((x - _like(mean, x)).square())]).double()
 
 
-def _normalize(cuts: list[Cut], sums: list[Tensor]) -> None:
-    """What comes out of a norm layer for each of the rank's shards, from the sums of all shards in their order."""
-    count, mean, squares = sums[0]
-    for other_count, other_mean, other_squares in sums[1:]:
-        both, apart = count + other_count, other_mean - mean
-        mean = mean + apart * other_count / both
-        squares = squares + other_squares + apart * apart * count * other_count / both
+def _normalize(cuts: list[Cut], statistics: list[Tensor]) -> None:
+    """Sets a norm layer's output for each of the rank's shards, from the statistics of all shards in shard order."""
+    count, mean, squares = statistics[0]
+    for other_count, other_mean, other_squares in statistics[1:]:
+        both, difference = count + other_count, other_mean - mean
+        mean = mean + difference * other_count / both
+        squares = squares + other_squares + difference * difference * count * other_count / both
         count = both
     norm, num_values = cuts[0].norm, float(count[0])
     if num_values < 2:
@@ -271,18 +235,11 @@ def _normalize(cuts: list[Cut], sums: list[Tensor]) -> None:
             running.copy_((1 - momentum) * running.double() + momentum * new)
 
 
-def _over(x: Tensor) -> Tensor:
+def _channel_sums(x: Tensor) -> Tensor:
     """The sum over everything but the channels."""
     return x.detach().float().sum([dim for dim in range(x.ndim) if dim != 1])
 
 
-def _in_order(tensors: list[Tensor]) -> Tensor:
-    total = tensors[0]
-    for tensor in tensors[1:]:
-        total = total + tensor
-    return total
-
-
 def _like(per_channel: Tensor, x: Tensor) -> Tensor:
-    """A number for each channel, in a shape that goes with `x`."""
+    """A value for each channel, in a shape that broadcasts with `x`."""
     return per_channel.view(1, -1, *[1] * (x.ndim - 2))

@@ -1,1 +1,1 @@
-"""How a run looks: on the terminal, in its folder, as a picture."""
+"""Reporting of a run: on the terminal, in its folder, as a picture."""

@@ -15,14 +15,14 @@ PLAIN_LINE_SECONDS = 10.0  # in a log, a line within an epoch at most this often
 
 
 class Output(RichConsole):
-    """Standard error. When nobody reads it any more (`2>&1 | head`), the run goes on in silence."""
+    """Standard error. When its reader is gone (`2>&1 | head`), the run continues in silence."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
 
 
 class Console:
-    """Shows events as they come. Use it as a context manager; the bar is gone afterwards."""
+    """Shows events as they come. Use it as a context manager; the bar is removed at the end."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._out = Output(file=stream or sys.stderr, highlight=False, soft_wrap=True)
@@ -36,8 +36,7 @@ class Console:
             transient=True,
         )
         self._started: RunStarted | None = None
-        self._epoch_began = self._last_line = time.monotonic()
-        self._num_samples = 0
+        self._start_epoch()
 
     def __enter__(self) -> "Console":
         return self
@@ -61,9 +60,7 @@ class Console:
             case RunDone(result):
                 _end(self._progress)
                 if result.peak_memory:
-                    peaks = ", ".join(
-                        f"{device} {_size(num_bytes)}" for device, num_bytes in result.peak_memory.items()
-                    )
+                    peaks = ", ".join(f"{device} {_size(peak)}" for device, peak in result.peak_memory.items())
                     self.note(f"peak memory: {peaks}{' (the whole process)' if 'cpu' in result.peak_memory else ''}")
                 if result.run is not None:
                     self.note(f"recorded in {result.run} (curve.png, weights.safetensors, ...)")
@@ -74,35 +71,17 @@ class Console:
 
     def _run_started(self, event: RunStarted) -> None:
         self._started = event
-        if event.num_restarts and self._out.is_terminal and not self._progress.task_ids:
-            self._out.file.write("\r\x1b[2K")  # the bar of a process that is gone
-        if event.num_restarts and event.step:
-            for note in event.notes:
-                self.note(note)
-        else:
-            self._say_what_is_run(event)
-        if self._out.is_terminal and not self._progress.task_ids:
+        needs_bar = self._out.is_terminal and not self._progress.task_ids
+        if event.num_restarts and needs_bar:
+            self._out.file.write("\r\x1b[2K")  # the bar of a process that has ended
+        is_described = event.num_restarts and event.step  # by the process that started the run
+        for note in event.notes if is_described else _description(event):
+            self.note(note)
+        if needs_bar:
             total = event.config["num_epochs"] * event.steps_per_epoch
             self._progress.add_task("", total=total, completed=event.step, speed=0)
             self._progress.start()
         self._start_epoch()
-
-    def _say_what_is_run(self, event: RunStarted) -> None:
-        config = event.config
-        test = f" and {event.num_test_samples:,} test" if event.num_test_samples else ""
-        self.note(
-            f"{event.model or config['model']} ({event.num_parameters:,} parameters) on {config['data']} "
-            f"({event.num_train_samples:,} training{test} samples)\n"
-            f"batch {config['batch_size']} in {config['num_shards']} shards, {_how(config)}"
-            f"exchange {config['exchange']}, {config['backend']} {event.backend_version} on {_kind_of(event.devices)} "
-            f"[{', '.join(event.devices)}]"
-        )
-        for note in event.notes:
-            self.note(note)
-        if not event.keeps_bits:
-            self.note(f"The exchange {config['exchange']} adds in an order of its own: the bits depend on the devices.")
-        if config["num_shards"] > config["batch_size"]:
-            self.note(f"A batch of {config['batch_size']} fills only {config['batch_size']} of the shards.")
 
     def _start_epoch(self) -> None:
         self._epoch_began = self._last_line = time.monotonic()
@@ -110,33 +89,29 @@ class Console:
 
     def _step_done(self, event: StepDone) -> None:
         assert self._started is not None
-        now = time.monotonic()
+        now, epochs = time.monotonic(), self._started.config["num_epochs"]
         self._num_samples += event.num_samples
         speed = self._num_samples / max(now - self._epoch_began, 1e-9)
-        epochs = self._started.config["num_epochs"]
+        epoch = f"epoch {event.epoch}/{epochs}"
         if self._out.is_terminal:
             (task,) = self._progress.task_ids
-            self._progress.update(task, completed=event.step, description=f"epoch {event.epoch}/{epochs}", speed=speed)
+            self._progress.update(task, completed=event.step, description=epoch, speed=speed)
         elif now - self._last_line >= PLAIN_LINE_SECONDS:
             self._last_line = now
             left = (epochs * self._started.steps_per_epoch - event.step) * self._started.config["batch_size"] / speed
-            self.note(
-                f"epoch {event.epoch}/{epochs}: step {event.step}, {speed:,.0f} samples/s, about {left:.0f} s left"
-            )
+            self.note(f"{epoch}: step {event.step}, {speed:,.0f} samples/s, about {left:.0f} s left")
 
     def _epoch_done(self, event: EpochDone) -> None:
         assert self._started is not None
         epochs = self._started.config["num_epochs"]
-        self.note(
-            f"epoch {event.epoch:>{len(str(epochs))}}/{epochs}  loss {event.train_loss:.4f}  "
-            f"{_metrics(event)}{event.seconds:.1f} s"
-        )
+        epoch = f"epoch {event.epoch:>{len(str(epochs))}}/{epochs}"
+        self.note(f"{epoch}  loss {event.train_loss:.4f}  {_metrics(event)}{event.seconds:.1f} s")
         self._start_epoch()
 
 
 @contextmanager
 def fetch_progress() -> Iterator["FetchProgress"]:
-    """Shows how far a download is, while it lasts."""
+    """Shows the progress of a download while it lasts."""
     progress = FetchProgress(Output(file=sys.stderr, highlight=False))
     try:
         yield progress
@@ -163,17 +138,34 @@ class FetchProgress:
         self.bar.update(self._tasks[what], completed=num_bytes, total=total)  # type: ignore[arg-type]
 
 
-def _how(config: dict[str, Any]) -> str:
-    """The optimizer and what goes with it; for the text's, only its learning rate."""
-    rate = config.get("learning_rate")
-    parts = [config["optimizer"]] if config.get("optimizer", "sgd") != "sgd" else []
-    parts += [f"lr {rate:g}"] if rate is not None else []
-    for name in ("momentum", "weight_decay", "clip_norm"):
-        parts += [f"{name.replace('_', ' ')} {config[name]:g}"] if config.get(name) else []
-    parts += [f"warm-up {config['warmup']}"] if config.get("warmup") else []
-    for name, usual in (("schedule", "constant"), ("batch_norm", "shard"), ("precision", "fp32")):
-        value = config.get(name, usual)
-        parts += [f"batch norm {value}" if name == "batch_norm" else value] if value != usual else []
+def _description(event: RunStarted) -> list[str]:
+    """The lines that a run starts with."""
+    config = event.config
+    test = f" and {event.num_test_samples:,} test" if event.num_test_samples else ""
+    lines = [
+        f"{event.model or config['model']} ({event.num_parameters:,} parameters) on {config['data']} "
+        f"({event.num_train_samples:,} training{test} samples)",
+        f"batch {config['batch_size']} in {config['num_shards']} shards, {_optimization(config)}"
+        f"exchange {config['exchange']}, {config['backend']} {event.backend_version} on {_kind_of(event.devices)} "
+        f"[{', '.join(event.devices)}]",
+        *event.notes,
+    ]
+    if not event.keeps_bits:
+        lines.append(f"The exchange {config['exchange']} adds in an order of its own: the bits depend on the devices.")
+    if config["num_shards"] > config["batch_size"]:
+        lines.append(f"A batch of {config['batch_size']} fills only {config['batch_size']} of the shards.")
+    return lines
+
+
+def _optimization(config: dict[str, Any]) -> str:
+    """The learning rate, and every other setting of the optimization that is not the default."""
+    names = {"learning_rate": "lr", "momentum": "momentum", "weight_decay": "weight decay", "clip_norm": "clip norm"}
+    parts = [config["optimizer"]] if config["optimizer"] != "sgd" else []
+    parts += [f"{words} {config[name]:g}" for name, words in names.items() if config[name]]
+    parts += [f"warm-up {config['warmup']}"] if config["warmup"] else []
+    parts += [config["schedule"]] if config["schedule"] != "constant" else []
+    parts += ["batch norm sync"] if config["batch_norm"] == "sync" else []
+    parts += [config["precision"]] if config["precision"] != "fp32" else []
     return "".join(f"{part}, " for part in parts)
 
 
@@ -202,6 +194,6 @@ def _kind_of(devices: list[str]) -> str:
 
 
 def _end(progress: Progress) -> None:
-    """Takes the bar away. Stopping one that never started would print an empty line."""
+    """Removes the bar. Stopping one that never started would print an empty line."""
     if progress.live.is_started:
         progress.stop()

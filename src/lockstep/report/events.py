@@ -1,4 +1,4 @@
-"""What training says while it works: records. Reporting decides how they look."""
+"""The events of a run: training emits them, reporting decides how they look."""
 
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -9,7 +9,7 @@ from lockstep.core.layout import Array
 
 @dataclass(frozen=True)
 class RunStarted:
-    """Everything was checked and is in place; the first step is next."""
+    """Everything is checked and ready; the first step is next."""
 
     config: dict[str, Any]
     data_sha256: str | None  # None where the samples are not in memory
@@ -20,10 +20,10 @@ class RunStarted:
     num_parameters: int
     steps_per_epoch: int
     keeps_bits: bool  # whether the exchange adds in the tree's order
-    model: str = ""  # what it is called, where the settings have no name for it
+    model: str = ""  # its name, where the settings have none
     notes: list[str] = field(default_factory=list)  # what the user should know before it starts
-    step: int = 0  # steps that are done already, where a run goes on
-    num_restarts: int = 0  # how often it went on with other workers
+    step: int = 0  # steps that are done already, of a run that is resumed
+    num_restarts: int = 0  # how often it continued with other workers
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class EpochDone:
 
     epoch: int
     seconds: float  # training only, without the evaluation, as the text's timer measures
-    train_loss: float  # mean over the samples, as they were when their batch came
+    train_loss: float  # mean over the samples, each before the update of its batch
     test_accuracy: float | None  # None without test samples, or where accuracy means nothing
-    metrics: dict[str, float] = field(default_factory=dict)  # of the test samples: means over them
+    metrics: dict[str, float] = field(default_factory=dict)  # means over the test samples
 
 
 @dataclass(frozen=True)
@@ -64,30 +64,24 @@ class Result:
     params: dict[str, Array] = field(repr=False)  # the trained parameters by name, in model order
     metrics: dict[str, float] = field(default_factory=dict)  # of the test samples, after the last epoch
     peak_memory: dict[str, int] = field(default_factory=dict)  # bytes, by device; logical CPU devices share one
-    buffers_sha256: str | None = None  # of what a model keeps beside its parameters, like running statistics
+    buffers_sha256: str | None = None  # of the model's buffers, like running statistics
     buffers: dict[str, Array] = field(default_factory=dict, repr=False)
     module: Any = field(default=None, repr=False)  # the trained module, where the model is one
 
     def summary(self) -> dict[str, Any]:
         """The result as plain values, without the weights."""
-        plain = asdict(
-            replace(self, params={}, buffers={}, module=None)
-        )  # asdict copies what it finds: not the weights
+        plain = asdict(replace(self, params={}, buffers={}, module=None))  # asdict would copy the weights
         return {name: value for name, value in plain.items() if name not in ("params", "buffers", "module")}
 
     def lines(self) -> str:
         """The two lines that a run ends with, in the text's own form."""
-        return (
-            f"{self._what()}, {self.seconds_per_epoch:.1f} sec/epoch on [{', '.join(self.devices)}]\n"
-            f"weights sha256: {self.weights_sha256}"
-        )
-
-    def _what(self) -> str:
+        reached = f"train loss: {self.history[-1].train_loss:.4g}"
         if self.test_accuracy is not None:
-            return f"test acc: {self.test_accuracy:.2f}"
-        if self.metrics:
-            return ", ".join(f"test {name}: {value:.4g}" for name, value in self.metrics.items())
-        return f"train loss: {self.history[-1].train_loss:.4g}"
+            reached = f"test acc: {self.test_accuracy:.2f}"
+        elif self.metrics:
+            reached = ", ".join(f"test {name}: {value:.4g}" for name, value in self.metrics.items())
+        first = f"{reached}, {self.seconds_per_epoch:.1f} sec/epoch on [{', '.join(self.devices)}]"
+        return f"{first}\nweights sha256: {self.weights_sha256}"
 
 
 @dataclass(frozen=True)
@@ -99,30 +93,28 @@ class RunDone:
 
 @dataclass(frozen=True)
 class RunStopped:
-    """The run cannot go on; this is what there is of it. An error follows."""
+    """The run stopped before its end, after `step`. An error follows."""
 
     epoch: int
     step: int
     reason: str
     history: list[EpochDone]  # the epochs that were finished
-    weights: dict[str, Array] = field(
-        repr=False
-    )  # parameters and buffers after the last of them; none before the first
+    weights: dict[str, Array] = field(repr=False)  # parameters and buffers after the last of them, if any
 
 
 @dataclass(frozen=True)
 class Incident:
-    """Something happened that the user should know, and the run goes on."""
+    """Something happened that the user should know, and the run continues."""
 
-    kind: str
+    kind: str  # the event's name in metrics.jsonl: eager, prepared, healed, balance, ...
     sentence: str
 
 
 @dataclass(frozen=True)
 class Traced:
-    """What every rank did, from when to when, and what a perfect speed-up lost to what."""
+    """What every rank did, from when to when, and what a perfect speed-up was lost to."""
 
-    chrome: list[dict[str, Any]]  # as Chrome and Perfetto read it
+    chrome: list[dict[str, Any]]  # in the format of Chrome and Perfetto
     sentence: str
 
 

@@ -1,4 +1,4 @@
-"""Pictures: the accuracy curve as the text's Animator draws it, and the comparison's."""
+"""Pictures: the accuracy of a run against the epoch, as the text's Animator draws it, and of several runs."""
 
 from pathlib import Path
 from typing import Any
@@ -8,36 +8,33 @@ from matplotlib.ticker import MaxNLocator
 
 from lockstep.report.events import EpochDone
 
+STYLES = ["-", "--", "-.", ":"]  # equal runs have equal curves: dashes let all of them be seen
+
 
 def draw_curve(history: list[EpochDone], path: Path) -> None:
     """Test accuracy against epoch, written to `path` as PNG; a loss where there is no accuracy."""
-    figure, axes = _axes()
-    what = _what(history)
-    axes.plot([done.epoch for done in history], _values(history, what), marker=".", clip_on=False)
-    _finish(figure, axes, len(history), path, what)
+    _draw({"": history}, path, (4.2, 3.0))
 
 
 def draw_curves(curves: dict[str, list[EpochDone]], path: Path) -> None:
-    """Several runs' accuracy in one picture, written to `path` as PNG."""
-    figure, axes = _axes(width=6.4, height=4.0)
-    styles = ["-", "--", "-.", ":"]
+    """The same for several runs in one picture, with their names."""
+    _draw(curves, path, (6.4, 4.0))
+
+
+def _draw(curves: dict[str, list[EpochDone]], path: Path, inches: tuple[float, float]) -> None:
+    figure = Figure(figsize=inches, layout="constrained")
+    axes: Any = figure.add_subplot()
     what = _what([done for history in curves.values() for done in history])
     for number, (label, history) in enumerate(curves.items()):
-        axes.plot(
-            [done.epoch for done in history],
-            _values(history, what),
-            styles[number % len(styles)],  # equal runs lie on each other: dashes let both be seen
-            marker=".",
-            clip_on=False,
-            label=label,
-        )
-    axes.legend(fontsize="small")
-    _finish(figure, axes, max(map(len, curves.values())), path, what)
-
-
-def _axes(width: float = 4.2, height: float = 3.0) -> tuple[Figure, Any]:
-    figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, figure.add_subplot()
+        epochs, values = [done.epoch for done in history], [_value(done, what) for done in history]
+        axes.plot(epochs, values, STYLES[number % len(STYLES)], marker=".", clip_on=False, label=label)
+    if any(curves):
+        axes.legend(fontsize="small")
+    num_epochs = max(map(len, curves.values()))
+    axes.set(xlabel="epoch", ylabel=what, xlim=(1, num_epochs) if num_epochs > 1 else (0.5, 1.5))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(visible=True)
+    figure.savefig(path, dpi=150, format="png")
 
 
 def _what(history: list[EpochDone]) -> str:
@@ -47,14 +44,7 @@ def _what(history: list[EpochDone]) -> str:
     return "test loss" if all("loss" in done.metrics for done in history) else "train loss"
 
 
-def _values(history: list[EpochDone], what: str) -> list[float | None]:
+def _value(done: EpochDone, what: str) -> float | None:
     if what == "test acc":
-        return [done.test_accuracy for done in history]
-    return [done.metrics["loss"] if what == "test loss" else done.train_loss for done in history]
-
-
-def _finish(figure: Figure, axes: Any, num_epochs: int, path: Path, what: str) -> None:
-    axes.set(xlabel="epoch", ylabel=what, xlim=(1, num_epochs) if num_epochs > 1 else (0.5, 1.5))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(visible=True)
-    figure.savefig(path, dpi=150, format="png")
+        return done.test_accuracy
+    return done.metrics["loss"] if what == "test loss" else done.train_loss

@@ -1,7 +1,7 @@
 """A run's folder: config.json, metrics.jsonl, result.json, curve.png, weights.safetensors, checkpoints/.
 
-A file appears under its name only when it is whole; metrics.jsonl alone grows, a line an event. A run that had to stop
-has no result.json, and the weights after its last finished epoch.
+A file appears under its name only when it is complete; metrics.jsonl alone grows, a line an event. A run that stopped
+early has no result.json, and the weights after its last finished epoch.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ LOCK_SECONDS = 10.0  # to wait for the processes of a run that was killed
 
 
 class RunLog:
-    """Writes events to the run's folder, which is its own from `claim` to `close`."""
+    """Writes events to the run's folder, which it owns from `claim` to `close`."""
 
     def __init__(self, folder: Path, is_resumed: bool = False) -> None:
         self.folder, self._is_resumed = folder, is_resumed
@@ -37,20 +38,20 @@ class RunLog:
         check_folder(folder, is_resumed)
 
     def claim(self) -> None:
-        """Makes the folder, and makes it this run's: another that wants it is refused, also at the same moment."""
+        """Makes the folder and locks it: of several runs that want it at the same moment, all but one are refused."""
         try:
             self._is_new = not self.folder.exists()
             self.folder.mkdir(parents=True, exist_ok=True)
             lock = os.open(self.folder, os.O_RDONLY)
         except OSError as problem:
             raise ConfigError(f"{self.folder} cannot be made: {problem.strerror}. Choose another --out.") from problem
-        give_up = time.monotonic() + (LOCK_SECONDS if self._is_resumed else 0.0)
+        deadline = time.monotonic() + (LOCK_SECONDS if self._is_resumed else 0.0)
         while self._lock is None:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self._lock = lock
-            except OSError as problem:  # a run that was killed a moment ago may not be gone yet
-                if time.monotonic() >= give_up:
+            except OSError as problem:  # a run that was killed a moment ago may not have ended yet
+                if time.monotonic() >= deadline:
                     os.close(lock)
                     what = "Wait for it, or end it" if self._is_resumed else "Choose another --out"
                     raise ConfigError(f"Another run is under way in {self.folder}. {what}.") from problem
@@ -60,24 +61,23 @@ class RunLog:
             raise ConfigError(f"Another run has just started in {self.folder}. Choose another --out.")
 
     def close(self) -> None:
-        """Leaves the folder to others; one that was made for nothing is removed."""
+        """Unlocks the folder; removes it where it was made and is still empty."""
         if self._lock is not None:
             if self._is_new:
-                with contextlib.suppress(OSError):  # there is something in it
+                with contextlib.suppress(OSError):  # it is not empty
                     self.folder.rmdir()
             os.close(self._lock)
             self._lock = None
 
     def write(self, event: Event) -> None:
-        """Records one event. Steps are not recorded one by one; an epoch's line says what they came to."""
+        """Records one event; of steps, only what an epoch's line sums up."""
         try:
             match event:
                 case RunStarted():
-                    config = {**event.config, "data_sha256": event.data_sha256}
                     if self._is_resumed:
-                        for left in (*self.folder.glob(".part-*"), *self.folder.glob("checkpoints/.part-*")):
-                            left.unlink(missing_ok=True)  # half of a file, of a run that was killed
-                    self._text("config.json", to_json(config, indent=2))
+                        for part in (*self.folder.glob(".part-*"), *self.folder.glob("checkpoints/.part-*")):
+                            part.unlink(missing_ok=True)  # an incomplete file of a run that was killed
+                    self._text("config.json", to_json({**event.config, "data_sha256": event.data_sha256}, indent=2))
                     is_new = event.step == 0 and event.num_restarts == 0
                     self._line("started" if is_new else "resumed", asdict(event))
                 case StepDone():
@@ -90,20 +90,18 @@ class RunLog:
                     self._text("trace.json", to_json(event.chrome))
                     self._line("traced", {"sentence": event.sentence})
                 case RunDone(result):
-                    self._keep(result.history, {**result.params, **result.buffers})
+                    self._weights_and_curve({**result.params, **result.buffers}, result.history)
                     fields = result.summary()
                     self._text("result.json", to_json(fields, indent=2))
                     self._line("done", {name: value for name, value in fields.items() if name != "history"})
                 case RunStopped():
                     self._line("stopped", {"epoch": event.epoch, "step": event.step, "reason": event.reason})
-                    self._keep(event.history, event.weights)
+                    self._weights_and_curve(event.weights, event.history)
         except OSError as problem:
-            raise RunError(
-                f"{self.folder} cannot be written to: {problem.strerror}. {what_to_do(problem)}, or choose another "
-                f"--out."
-            ) from problem
+            why = f"{problem.strerror}. {what_to_do(problem)}, or choose another --out"
+            raise RunError(f"{self.folder} cannot be written to: {why}.") from problem
 
-    def _keep(self, history: list[EpochDone], weights: dict[str, Array]) -> None:
+    def _weights_and_curve(self, weights: dict[str, Array], history: list[EpochDone]) -> None:
         from lockstep.report.plots import draw_curve  # matplotlib takes half a second to load: at the end, not before
 
         if weights:  # none where no epoch was finished since the run was resumed
@@ -116,60 +114,56 @@ class RunLog:
 
     def _line(self, kind: str, fields: dict[str, Any]) -> None:
         with (self.folder / "metrics.jsonl").open("ab+") as out:
-            is_cut = False  # a run that was killed may have left half a line
             if out.tell():
                 out.seek(-1, os.SEEK_END)
-                is_cut = out.read(1) != b"\n"
-            out.write(b"\n" * is_cut + to_json({"event": kind, **fields}).encode() + b"\n")
+                if out.read(1) != b"\n":  # half a line, of a run that was killed
+                    out.write(b"\n")
+            out.write(to_json({"event": kind, **fields}).encode() + b"\n")
 
 
 def new_folder(name: str) -> Path:
-    """A folder under runs/ that is not there yet, named after what is run and when."""
-    first = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder, number = first, 2
-    while folder.exists():
-        folder, number = first.with_name(f"{first.name}-{number}"), number + 1
-    return folder
+    """A folder under runs/ that does not exist yet, named after what is run and when."""
+    name = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    names = chain([name], (f"{name}-{number}" for number in count(2)))
+    return next(folder for folder in map(Path("runs").joinpath, names) if not folder.exists())
 
 
 def check_folder(folder: Path, is_resumed: bool = False) -> None:
-    """Refuses a folder that cannot be one, or has something in it that is not the run to go on with."""
+    """Refuses a folder that cannot be made or written to, or has something in it that is not the run to resume."""
     try:
-        if is_resumed and folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").is_file():
-            raise ConfigError(f"{folder} is not a run: it has no config.json. Choose another --out.")
-        if not is_resumed and folder.is_dir() and any(folder.iterdir()):
-            raise ConfigError(
-                f"{folder} is not empty: a run is never written over. Choose another --out, or remove it; or go on "
-                f"with the run in it (--resume)."
-            )
-        if folder.exists() and not folder.is_dir():
-            raise ConfigError(f"{folder} is a file. Choose another --out.")
-        deepest = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-        if not deepest.is_dir():
-            raise ConfigError(f"{folder} cannot be made: {deepest} is a file. Choose another --out.")
-        if not os.access(deepest, os.W_OK | os.X_OK):
-            raise ConfigError(f"{folder} cannot be used: {deepest} is not writable. Choose another --out.")
-    except OSError as problem:
-        raise ConfigError(f"{folder} cannot be used: {problem.strerror}. Choose another --out.") from problem
+        nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        is_used = nearest == folder and folder.is_dir() and any(folder.iterdir())
+        problem = ""
+        if is_used and not is_resumed:
+            problem = "is not empty: a run is never written over. Resume the run in it (--resume), remove it, or choose"
+        elif is_used and not (folder / "config.json").is_file():
+            problem = "is not a run: it has no config.json. Choose"
+        elif not nearest.is_dir():
+            problem = "is a file. Choose" if nearest == folder else f"cannot be made: {nearest} is a file. Choose"
+        elif not os.access(nearest, os.W_OK | os.X_OK):
+            problem = f"cannot be used: {nearest} is not writable. Choose"
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be used: {error.strerror}. Choose another --out.") from error
+    if problem:
+        raise ConfigError(f"{folder} {problem} another --out.")
 
 
 def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, Array]]:
-    """The settings and the weights of a finished run. The files are treated as anybody's."""
-    config_file, weights_file = folder / "config.json", folder / "weights.safetensors"
-    if not os.path.isfile(config_file):
+    """The settings and the weights of a finished run. The files are not trusted."""
+    weights_file = folder / "weights.safetensors"
+    if not os.path.isfile(folder / "config.json"):
         raise ConfigError(f"{folder} is not a run: it has no config.json.")
     if not os.path.isfile(weights_file):
         raise ConfigError(f"{folder} is a run that has not finished: it has no weights.safetensors.")
     config = read_settings(folder)
     try:
-        weights = load_file(weights_file)
+        return config, load_file(weights_file)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as problem:
         raise ConfigError(f"{weights_file} is damaged: {problem}.") from problem
-    return config, weights
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """The settings in a run's config.json, which may be anybody's file."""
+    """The settings in a run's config.json, which is not trusted."""
     config_file = folder / "config.json"
     try:
         with config_file.open("rb") as file:
@@ -177,7 +171,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as problem:
         raise ConfigError(f"{config_file} cannot be read: {problem}. Restore it, or choose another run.") from problem
     if not isinstance(config, dict):
-        raise ConfigError(f"{config_file} does not hold the settings of a run.")
+        raise ConfigError(f"{config_file} does not hold the settings of a run. Restore it, or choose another run.")
     return config
 
 
@@ -187,7 +181,7 @@ def to_json(value: Any, indent: int | None = None) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON has it: a number that is not finite becomes null, a path its name."""
+    """The value as JSON can hold it: a number that is not finite becomes null, a path a string."""
     match value:
         case dict():
             return {name: _plain(entry) for name, entry in value.items()}
@@ -197,8 +191,7 @@ def _plain(value: Any) -> Any:
             return None
         case Path():
             return str(value)
-        case _:
-            return value
+    return value
 
 
 def what_to_do(problem: OSError) -> str:
@@ -207,7 +200,7 @@ def what_to_do(problem: OSError) -> str:
 
 
 def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
-    """Makes the file at `path` by `write(temporary path)`: it is there whole, or not at all."""
+    """Writes a file by `write(temporary path)`: it is at `path` complete, or not at all."""
     temporary = path.with_name(f".part-{path.name}")
     try:
         write(temporary)

@@ -10,7 +10,7 @@ from lockstep.core.layout import Array
 from lockstep.core.tracing import Trace
 from lockstep.data.batch import Batch
 from lockstep.replicas.replica import Replica
-from lockstep.schedules.instructions import Schedule
+from lockstep.schedules.instructions import ForwardBackward, Schedule
 
 
 class StepInput(NamedTuple):
@@ -57,6 +57,11 @@ class Rank(NamedTuple):
     device: Device
     backend: Backend
     position: Position
+
+
+def busy_ranks(schedule: Schedule) -> list[int]:
+    """The ranks that have shards."""
+    return [rank for rank, program in enumerate(schedule.programs) if ForwardBackward in map(type, program.compute)]
 
 
 class Engine(Protocol):

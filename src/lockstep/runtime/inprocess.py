@@ -1,7 +1,7 @@
 """`inprocess`: one process, k devices, a worker thread for each.
 
 Every rank's work runs on its own thread, so devices work at the same time: on a CPU each thread is one core's worth of
-a device, on GPUs each has a stream of its own. The calling thread only hands work out and waits for all ranks.
+a device, on GPUs each has a stream of its own. The calling thread only submits work and waits for all ranks.
 """
 
 import sys
@@ -23,14 +23,14 @@ from lockstep.core.layout import Array
 from lockstep.core.source_lines import source_line_of, user_source_line
 from lockstep.core.tracing import Trace, traced
 from lockstep.replicas.replica import Replica
-from lockstep.runtime.engine import Position, Rank, StepInput, StepResult
+from lockstep.runtime.engine import Position, Rank, StepInput, StepResult, busy_ranks
 from lockstep.runtime.interpreter import Interpreter
 from lockstep.runtime.rank_thread import RankThread
 from lockstep.runtime.thread_transport import Exchanges
 from lockstep.runtime.transport import Cancelled
 from lockstep.schedules.instructions import Schedule
 
-GRACE_SECONDS = 1.0  # for ranks that only waited to notice that they need not any more
+GRACE_SECONDS = 1.0  # for ranks that only waited to notice the cancellation
 
 
 class InProcess:
@@ -44,7 +44,7 @@ class InProcess:
         self.num_ranks = len(devices)
         self.local_ranks = range(self.num_ranks)
         self.traces: list[Trace] = []  # one for each rank, while a run is traced
-        self.memories: list[Device] = []  # where each rank's tensors are: logical CPU devices may share one memory
+        self._memories: list[Device] = []  # where each rank's tensors are: logical CPU devices may share one memory
         self._positions = [Position() for _ in devices]
         self._undo = ExitStack()
         self._workers: list[RankThread] = []
@@ -59,9 +59,8 @@ class InProcess:
         try:
             for rank in self.local_ranks:
                 self._workers.append(RankThread(f"lockstep-rank-{rank}"))
-                self._undo.callback(self._end, rank)
-            self._undo.callback(self._end_comm_threads)
-            self.memories = self.each("start", self._start_worker)
+            self._undo.callback(self._end_threads)
+            self._memories = self.each("start", self._start_worker)
         except BaseException:
             self.close()
             raise
@@ -74,7 +73,6 @@ class InProcess:
         """Ends the worker threads and puts the framework's settings back. Twice does no harm."""
         self._schedule, self._interpreters = None, []
         self._undo.close()
-        self._workers.clear()
 
     def _start_worker(self, rank: int, device: Device) -> Device:
         self.backend.start_worker(device)
@@ -82,19 +80,20 @@ class InProcess:
             pin_to_core(rank, self.num_ranks)
         return self.backend.device_of(self.backend.from_numpy(np.zeros(1, np.float32), device))
 
-    def _end(self, rank: int) -> None:
-        self._workers[rank].end(waits=rank not in self._late)
-
-    def _end_comm_threads(self) -> None:
+    def _end_threads(self) -> None:
+        for rank, thread in enumerate(self._workers):
+            thread.end(waits=rank not in self._late)
         for thread in self._comm_threads:
             thread.end(waits=not self._late)
-        self._comm_threads.clear()
+        self._workers, self._comm_threads = [], []
 
     def run(self, schedule: Schedule, replicas: Sequence[Replica], work: StepInput) -> StepResult:
         if schedule is not self._schedule:
             self._connect(schedule)
         for trace in self.traces:
             trace.start_step(work.step)
+        for position in self._positions:
+            position.step = work.step
 
         def step(rank: int, device: Device, replica: Replica) -> Any:
             interpreter = self._interpreters[rank]
@@ -102,18 +101,15 @@ class InProcess:
             try:
                 return interpreter.run(partial(self._start_exchange, rank))
             except BaseException:
-                interpreter.cancel()  # whoever waits for this rank need not any more
+                interpreter.cancel()
                 raise
 
-        for position in self._positions:
-            position.step = work.step
         return StepResult.of_ranks(self.each("forward and backward", step, replicas)[0])
 
     def _connect(self, schedule: Schedule) -> None:
         """Interpreters for a schedule, connected to each other; kept while the schedule stays the same."""
-        busy = [rank for rank, program in enumerate(schedule.programs) if len(program.compute) > 1]
-        timeout = None if schedule.overlaps else self.timeout  # then, the ranks' threads have the deadline
-        self._exchanges = Exchanges(self.backend, self.devices, self.memories, busy, timeout)
+        timeout = None if schedule.overlaps else self.timeout  # if it overlaps, the wait for it has the deadline
+        self._exchanges = Exchanges(self.backend, self.devices, self._memories, busy_ranks(schedule), timeout)
         self._interpreters = [
             Interpreter(Rank(rank, device, self.backend, position), schedule, self._exchanges.transport(rank))
             for rank, (device, position) in enumerate(zip(self.devices, self._positions, strict=True))
@@ -125,7 +121,8 @@ class InProcess:
         self._schedule = schedule
 
     def _start_exchange(self, rank: int, exchange: Callable[[], None]) -> Callable[[], Any]:
-        """Runs a rank's exchange on a thread beside its own."""
+        """Runs a rank's exchange on a thread beside its own; the function waits for it."""
+
         def work() -> None:
             try:
                 with traced(self.traces[rank].exchange if self.traces else None):
@@ -165,30 +162,29 @@ class InProcess:
         )
 
     def _results(self, futures: "list[Future[Any]]") -> list[Any]:
-        """What the threads of all ranks give back; an error is the first rank's that has one of its own."""
+        """What the threads of all ranks return; an error is the first rank's that has one of its own."""
         done: SimpleQueue[Future[Any]] = SimpleQueue()
         for future in futures:
             future.add_done_callback(done.put)
-        seconds = self.timeout
+        deadline, is_cancelled = None, False
         try:
-            began = None
             for _ in futures:
-                future = done.get(timeout=None if began is None or seconds is None else began + seconds - _now())
-                began = began or _now()  # the others are waited for from now on
-                if isinstance(future.exception(), Cancelled) and seconds != GRACE_SECONDS:
-                    began, seconds = _now(), GRACE_SECONDS
+                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                first = done.get(timeout=left)
+                if not is_cancelled and isinstance(first.exception(), Cancelled):
+                    is_cancelled, deadline = True, time.monotonic() + GRACE_SECONDS
+                elif deadline is None and self.timeout is not None:  # the others are waited for from now on
+                    deadline = time.monotonic() + self.timeout
         except Empty:
             pass
-        finally:  # also on an interrupt: nobody waits for the threads then
+        finally:  # also on an interrupt, which does not wait for the threads
             self._late = [rank for rank, future in enumerate(futures) if not future.done()]
         errors = [error for future in futures if future.done() and (error := future.exception()) is not None]
         for error in errors:
             if not isinstance(error, Cancelled):
                 raise error
-        if self._late:
-            raise RankTimeout(self._stragglers())
-        if errors:
-            raise RankTimeout(f"after {self.timeout:g} s, the ranks still waited for each other")
+        if self._late or errors:
+            raise RankTimeout(f"after {self.timeout or 0:g} s that the others waited: {self._stragglers()}")
         return [future.result() for future in futures]
 
     def _stragglers(self) -> str:
@@ -199,13 +195,13 @@ class InProcess:
             f"{source_line_of(frames.get(self._workers[rank].thread.ident or 0)) or 'its end'}"
             for rank in self._late
         )
-        return f"after {self.timeout:g} s that the others waited: {who}. A longer --timeout waits longer"
+        return f"{who or 'a rank arrived too late'}. A longer --timeout waits longer"
 
     def enter(self, phase: str) -> None:
         """All ranks are in this process: nobody waits elsewhere."""
 
     def place(self, array: Array) -> list[Tensor]:
-        first = [self.memories.index(memory) for memory in self.memories]
+        first = [self._memories.index(memory) for memory in self._memories]
         placed = self.each(
             "place", lambda rank, device: self.backend.from_numpy(array, device) if first[rank] == rank else None
         )
@@ -216,7 +212,3 @@ class InProcess:
 
     def broadcast(self, source: int, make: Callable[[], bytes]) -> bytes:
         return make()
-
-
-def _now() -> float:
-    return time.monotonic()

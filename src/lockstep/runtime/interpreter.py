@@ -49,16 +49,13 @@ class Interpreter:
         self._bucket_ranges = [self._in_vector(entries) for entries in awaited]
         self._held: dict[Node, list[tuple[range, Tensor]]] = {}
         self._groups: dict[tuple[int, int], Communicate] = {}  # under way
-        self._buckets = BucketQueue([])
-        self._leaves: list[Leaf] = []
-        self._wait_for_all: Callable[[], list[RankResult]] | None = None
         self.total: Tensor | None = None  # once the exchange is over
 
     def begin(self, work: StepInput, replica: Replica) -> None:
         """Makes ready for a step."""
-        self._work, self._replica = work, replica
-        self._began = time.perf_counter()
-        self._held, self._leaves, self._wait_for_all, self.total = {}, [], None, None
+        self._work, self._replica, self._began = work, replica, time.perf_counter()
+        self._held, self.total = {}, None
+        self._leaves: list[Leaf] = []
         self._buckets = BucketQueue(self._bucket_ranges)
 
     def run(self, start_exchange: Callable[[Callable[[], None]], Callable[[], Any]]) -> list[RankResult]:
@@ -68,18 +65,17 @@ class Interpreter:
         waits for its end.
         """
         self._replica.begin_step(self._work.step)
-        if self._overlaps:
-            wait = start_exchange(self.exchange)
-            self._run("forward and backward", self.program.compute)
-            self.rank.position.phase = "exchange"
+        wait = start_exchange(self.exchange) if self._overlaps else None
+        self._run("forward and backward", self.program.compute)
+        self.rank.position.phase = "exchange"
+        if wait is None:
+            self.exchange()
+        else:
             with span(WAIT):
                 wait()
-        else:
-            self._run("forward and backward", self.program.compute)
-            self.rank.position.phase = "exchange"
-            self.exchange()
+        results = self.results()
         self._run("update", self.program.update)
-        return self.results()
+        return results
 
     def cancel(self) -> None:
         """This rank has failed: wakes who waits for it in this process."""
@@ -105,9 +101,8 @@ class Interpreter:
         _HANDLERS[type(instruction)](self, instruction)
 
     def results(self) -> list[RankResult]:
-        """What the shards of all ranks leave besides gradients."""
-        assert self._wait_for_all is not None, "AllGather comes first"
-        return self._wait_for_all()
+        """What the shards of all ranks leave besides gradients; waits for them."""
+        return self._wait_for_results()
 
     def summary(self) -> BatchSummary:
         """What the update has to know about the whole batch."""
@@ -156,7 +151,7 @@ class Interpreter:
             used=sorted(frozenset().union(*(leaf.used for leaf in leaves))),
             seconds=time.perf_counter() - self._began if leaves else 0.0,
         )
-        self._wait_for_all = self._transport.all_gather(own)
+        self._wait_for_results = self._transport.all_gather(own)
 
     def _wait_for_backward(self, instruction: WaitForBackward) -> None:
         with span(WAIT):
@@ -171,8 +166,11 @@ class Interpreter:
             brackets = sum_with_brackets([f"x{number}" for number in range(len(tensors))], "({}+{})".format)
             total = self._fused_add(brackets, tensors)
         else:
-            left, right = tensors
-            total = self.rank.backend.add(left, right, self.workspace.memory(instruction.total))
+            (left, right), out = tensors, self.workspace.memory(instruction.total)
+            total = self.rank.backend.add(left, right, left if out is None and self.workspace.accumulates else out)
+        if instruction.total.entries == self._entries:  # nobody else needs the parts: their memory is free
+            for part in instruction.parts:
+                del self._held[part.node]
         self.hold(instruction.total, total)
 
     def _communicate(self, instruction: Communicate) -> None:
@@ -202,7 +200,7 @@ class Interpreter:
     # --- values ---
 
     def _in_vector(self, entries: range) -> range:
-        """Where entries lie in this rank's vector."""
+        """Entries of the whole model as entries of this rank's vector."""
         return range(entries.start - self._entries.start, entries.stop - self._entries.start)
 
     def hold(self, value: Partial, tensor: Tensor) -> None:
@@ -220,7 +218,7 @@ class Interpreter:
         raise KeyError(value)
 
     def hold_total(self) -> None:
-        """The exchange is over: all values but the total are let go. What was received by reference was read by now."""
+        """The exchange is over: all values but the total are dropped. What was received by reference has been read."""
         (update,) = self.program.update
         assert isinstance(update, Update), "it is the whole phase"
         self.total = self.workspace.joined(update.total, [self.value(part) for part in update.total])

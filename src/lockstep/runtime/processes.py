@@ -15,7 +15,7 @@ from lockstep.core.serialization import pack, unpack
 from lockstep.core.source_lines import user_source_line
 from lockstep.core.tracing import Trace, traced
 from lockstep.replicas.replica import Replica
-from lockstep.runtime.engine import Position, Rank, StepInput, StepResult
+from lockstep.runtime.engine import Position, Rank, StepInput, StepResult, busy_ranks
 from lockstep.runtime.interpreter import Interpreter
 from lockstep.runtime.process_group import ProcessGroup
 from lockstep.runtime.process_transport import ProcessTransport
@@ -83,8 +83,7 @@ class Processes:
 
     def interpreter(self, schedule: Schedule) -> Interpreter:
         """This rank's side of a schedule."""
-        busy = [rank for rank, program in enumerate(schedule.programs) if len(program.compute) > 1]
-        transport = ProcessTransport(self._group, busy, self.position)
+        transport = ProcessTransport(self._group, busy_ranks(schedule), self.position)
         return Interpreter(Rank(self.rank, self.device, self.backend, self.position), schedule, transport)
 
     def _start_exchange(self, exchange: Callable[[], None]) -> Callable[[], Any]:

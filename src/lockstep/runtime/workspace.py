@@ -28,13 +28,12 @@ class Workspace:
         self._memory: dict[Partial, Tensor] = {}
         self._total: Tensor = None
         self._written: set[Partial] = set()  # parts of the total, in this step
-        self._like: Tensor = None
+        self.accumulates = False  # other sums are written over their left parts
 
     def use_as_total(self, vector: Tensor) -> None:
-        """The total is to be written into the memory of `vector`, and other values are of its type."""
-        self._like = vector
+        """The total is to be written into the memory of `vector`, and leaves may be overwritten on the way."""
         if self._backend.capabilities.writes_in_place:
-            self._total, self._joins = vector, True
+            self._total, self._joins, self.accumulates = vector, True, True
 
     def is_total(self, value: Partial) -> bool:
         """Whether `value` has a place in the vector of the total."""
@@ -50,7 +49,7 @@ class Workspace:
             self._written.add(value)
             start = value.entries.start - self._entries.start
             return self._backend.chunk(self._total, start, start + len(value.entries))
-        if value not in self._stays:
+        if value not in self._stays or self.accumulates:
             return None
         if value not in self._memory:
             self._memory[value] = self.zeros(len(value.entries))
@@ -58,7 +57,7 @@ class Workspace:
 
     def zeros(self, num_entries: int) -> Tensor:
         """A new vector."""
-        return self._backend.zeros(num_entries, self._device, like=self._like)
+        return self._backend.zeros(num_entries, self._device)
 
     def joined(self, parts: Sequence[Partial], tensors: list[Tensor]) -> Tensor:
         """The parts of the total as one vector."""

@@ -8,7 +8,8 @@ order does, and transports that wait for less do too.
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from functools import reduce
+from typing import Any, NamedTuple
 
 from lockstep.schedules.instructions import (
     Add,
@@ -44,16 +45,13 @@ def prove(schedule: Schedule, keeps_tree: bool = True) -> None:
         pass
     expected = sum_of(Node(0, schedule.num_shards), leaf=lambda shard: shard, add=run.pair)
     for rank, total in enumerate(run.totals):
-        if total is None:
-            raise ScheduleError(f"rank {rank} never updates")
-        entries = [entry for part, _ in total for entry in (part.entries.start, part.entries.stop)]
-        inner = entries[1:-1]
-        if [entries[0], entries[-1]] != [schedule.entries.start, schedule.entries.stop] or inner[::2] != inner[1::2]:
+        covered = [entry for part, _ in total for entry in part.entries]
+        if covered != list(schedule.entries):
             raise ScheduleError(f"rank {rank}: the parts of the total do not cover the vector: {total}")
         for number, (part, expression) in enumerate(total):
             if keeps_tree and expression != expected:
                 raise ScheduleError(f"rank {rank}: {part} is {expression}, and the tree is {expected}")
-            if not keeps_tree and expression != run.totals[0][number][1]:  # type: ignore[index]
+            if not keeps_tree and expression != run.totals[0][number][1]:
                 raise ScheduleError(f"rank {rank}: {part} is {expression}, and another sum on rank 0")
             if not keeps_tree and rank == 0 and Counter(shards_in(expression)) != Counter(range(schedule.num_shards)):
                 raise ScheduleError(f"{part} is {expression}: not every shard once")
@@ -78,29 +76,30 @@ def peers_of(group: Communicate) -> set[int]:
     return {send.to for send in group.sends} | {receive.source for receive in group.receives}
 
 
+class JoinLanes(NamedTuple):
+    """Between the two lanes of a rank whose exchange overlaps: the end of the exchange, and the wait for it."""
+
+    waits: bool
+
+
 class SymbolicRun:
     """A step under way: every rank has one lane, or two where the exchange overlaps."""
 
     def __init__(self, schedule: Schedule) -> None:
-        self._schedule = schedule
-        num_ranks = len(schedule.programs)
-        self.totals: list[list[tuple[Partial, Expression]] | None] = [None] * num_ranks
-        self._held: list[dict[Node, list[tuple[range, Expression]]]] = [{} for _ in range(num_ranks)]
-        self._started: list[list[Communicate]] = [[] for _ in range(num_ranks)]  # groups, in their order
-        self._sent: list[set[tuple[int, int, Partial, int]]] = [set() for _ in range(num_ranks)]
-        self._at: list[dict[Group, int]] = [{} for _ in range(num_ranks)]  # where in that order a group is
-        self._num_complete = [0] * num_ranks  # of these groups, from the first on
-        self._has_gathered = [False] * num_ranks
-        self._has_reduced: list[Expression | None] = [None] * num_ranks
-        self._exchange_is_over = [False] * num_ranks
+        self._schedule, ranks = schedule, range(len(schedule.programs))
+        self.totals: list[list[tuple[Partial, Expression]]] = [[] for _ in ranks]
+        self._held: list[dict[Node, list[tuple[range, Expression]]]] = [{} for _ in ranks]
+        self._groups: list[list[Communicate]] = [[] for _ in ranks]  # that were started, in their order
+        self._at: list[dict[Group, int]] = [{} for _ in ranks]  # where in that order a group is
+        self._num_complete = [0 for _ in ranks]  # of these groups, from the first on
+        self._sent: list[set[tuple[Group, Partial, int]]] = [set() for _ in ranks]
+        self._arrived: dict[type, set[int]] = {}  # the ranks that are at a collective, or past it
+        self._has_exchanged: set[int] = set()
         self._pairs: dict[tuple[int, int], Expression] = {}
 
     def pair(self, left: Expression, right: Expression) -> Expression:
         """(left + right); equal expressions are one object, so that comparing them is fast."""
-        key = id(left), id(right)
-        if key not in self._pairs:
-            self._pairs[key] = (left, right)
-        return self._pairs[key]
+        return self._pairs.setdefault((id(left), id(right)), (left, right))
 
     def order(self) -> Iterator[tuple[int, Instruction]]:
         """Executes instructions until all are done, and gives each with its rank."""
@@ -110,10 +109,10 @@ class SymbolicRun:
         while moved:
             moved = False
             for number, (rank, lane) in enumerate(lanes):
-                while position[number] < len(lane) and self._can_go_on(rank, lane[position[number]]):
+                while position[number] < len(lane) and self._can_continue(rank, lane[position[number]]):
                     instruction = lane[position[number]]
-                    if isinstance(instruction, _Join):
-                        self._exchange_is_over[rank] |= not instruction.waits
+                    if isinstance(instruction, JoinLanes):
+                        self._has_exchanged.add(rank)
                     else:
                         self._execute(rank, instruction)
                         yield rank, instruction
@@ -127,87 +126,66 @@ class SymbolicRun:
         compute, exchange, update = self._schedule.programs[rank]
         if not self._schedule.overlaps:
             return [[*compute, *exchange, *update]]
-        return [[*compute, _Join(waits=True), *update], [*exchange, _Join(waits=False)]]
+        return [[*compute, JoinLanes(waits=True), *update], [*exchange, JoinLanes(waits=False)]]
 
-    def _can_go_on(self, rank: int, instruction: Any) -> bool:
+    def _can_continue(self, rank: int, instruction: Any) -> bool:
         match instruction:
             case WaitForBackward(leaf):
                 return leaf.node in self._held[rank]
             case Wait(bucket, round_):
                 return self._at[rank][bucket, round_] < self._num_complete[rank]
-            case AllReduce():
-                if self._has_reduced[rank] is None:
-                    self._has_reduced[rank] = self._own_sum(rank, instruction)
-                return all(own is not None for own in self._has_reduced)
-            case Update():
-                return all(self._has_gathered)
-            case _Join(waits):
-                return not waits or self._exchange_is_over[rank]
+            case AllGather() | AllReduce():
+                self._arrived.setdefault(type(instruction), set()).add(rank)
+                return len(self._arrived[type(instruction)]) == len(self.totals)
+            case JoinLanes(waits):
+                return not waits or rank in self._has_exchanged
         return True
+
+    def _execute(self, rank: int, instruction: Instruction) -> None:
+        match instruction:
+            case ForwardBackward(shards):
+                for shard in shards:
+                    self._hold(rank, Partial(Node(shard, 1), self._schedule.entries), shard)
+            case Add(total, parts):
+                self._hold(rank, total, sum_with_brackets([self._value(rank, part) for part in parts], self.pair))
+            case Communicate(bucket, round_, sends, _):
+                for value, target in sends:
+                    self._value(rank, value)  # it has to be there
+                    self._sent[rank].add(((bucket, round_), value, target))
+                self._start(rank, instruction)
+            case Wait(bucket, round_):
+                for value, source in self._groups[rank][self._at[rank][bucket, round_]].receives:
+                    if ((bucket, round_), value, rank) not in self._sent[source]:
+                        raise ScheduleError(f"rank {rank} waits for {value}, which rank {source} does not send")
+                    self._hold(rank, value, self._value(source, value))
+            case AllReduce(total):
+                programs = self._schedule.programs
+                of_ranks = [i.parts for p in programs for i in p.exchange if isinstance(i, AllReduce)]
+                values = [self._value(r, part) for r, own in enumerate(of_ranks) for part in own]
+                self._hold(rank, total, reduce(self.pair, values))
+            case Update(total_parts):
+                self.totals[rank] = [(part, self._value(rank, part)) for part in total_parts]
 
     def _start(self, rank: int, group: Communicate) -> None:
         """Starts a group. It is complete when its peers have started it, and what each of them started before is."""
-        self._at[rank][group.bucket, group.round] = len(self._started[rank])
-        self._started[rank].append(group)
+        self._at[rank][group.bucket, group.round] = len(self._groups[rank])
+        self._groups[rank].append(group)
         ranks = [rank]
         while ranks:
             rank = ranks.pop()
-            while self._num_complete[rank] < len(self._started[rank]):
-                group = self._started[rank][self._num_complete[rank]]
+            while self._num_complete[rank] < len(self._groups[rank]):
+                group = self._groups[rank][self._num_complete[rank]]
                 key, peers = (group.bucket, group.round), peers_of(group)
                 if not all(self._at[peer].get(key, INFINITY) <= self._num_complete[peer] for peer in peers):
                     break
                 self._num_complete[rank] += 1
                 ranks += peers
 
-    def _execute(self, rank: int, instruction: Instruction) -> None:
-        held = self._held[rank]
-        match instruction:
-            case ForwardBackward(shards):
-                for shard in shards:
-                    held[Node(shard, 1)] = [(self._schedule.entries, shard)]
-            case AllGather():
-                self._has_gathered[rank] = True
-            case Add(total, parts):
-                expression = sum_with_brackets([self._value(rank, part) for part in parts], self.pair)
-                held.setdefault(total.node, []).append((total.entries, expression))
-            case Communicate(sends=sends):
-                for value, target in sends:
-                    self._value(rank, value)  # it has to be there
-                    self._sent[rank].add((instruction.bucket, instruction.round, value, target))
-                self._start(rank, instruction)
-            case Wait(bucket, round_):
-                for value, source in self._started[rank][self._at[rank][bucket, round_]].receives:
-                    if (bucket, round_, value, rank) not in self._sent[source]:
-                        raise ScheduleError(f"rank {rank} waits for {value}, which rank {source} does not send")
-                    held.setdefault(value.node, []).append((value.entries, self._value(source, value)))
-            case AllReduce(total, _):
-                sums = [own for own in self._has_reduced if own != ()]
-                expression = sums[0]
-                for own in sums[1:]:
-                    expression = self.pair(expression, own)
-                held[total.node] = [(total.entries, expression)]
-            case Update(total):
-                self.totals[rank] = [(part, self._value(rank, part)) for part in total]
-
-    def _own_sum(self, rank: int, instruction: AllReduce) -> Expression:
-        own: Expression = ()
-        for part in instruction.parts:
-            value = self._value(rank, part)
-            own = value if own == () else self.pair(own, value)
-        return own
+    def _hold(self, rank: int, value: Partial, expression: Expression) -> None:
+        self._held[rank].setdefault(value.node, []).append((value.entries, expression))
 
     def _value(self, rank: int, value: Partial) -> Expression:
         for entries, expression in self._held[rank].get(value.node, ()):
             if entries.start <= value.entries.start and value.entries.stop <= entries.stop:
                 return expression
         raise ScheduleError(f"rank {rank} does not hold {value}")
-
-
-class _Join:
-    """Between lanes of a rank: the end of the exchange, and the wait for it."""
-
-    __match_args__ = ("waits",)
-
-    def __init__(self, waits: bool) -> None:
-        self.waits = waits

@@ -1,4 +1,4 @@
-"""What the text's functions are given: checked once, and put into the form that a step takes."""
+"""The arguments of the text's functions, checked and put into the form that a step takes."""
 
 from collections.abc import Sequence
 
@@ -11,19 +11,21 @@ from lockstep.core.layout import Layout, sha256_of
 from lockstep.data.batch import Batch
 from lockstep.runtime.inprocess import InProcess
 
+COPIES = "[get_params(params, device) for device in devices]"
+
 
 def backend_of_batch(X: Tensor, y: Tensor) -> Backend:
-    """The framework of samples and labels that go together."""
+    """The framework of samples and their labels."""
     backend = backend_of_all([X, y])
     if len(X) != len(y):
-        raise ConfigError(f"{len(X)} samples and {len(y)} labels do not go together. Give one label for each sample.")
+        raise ConfigError(f"There are {len(X)} samples and {len(y)} labels. Give one label for each sample.")
     if not len(X):
         raise ConfigError("The batch is empty. Give it one sample or more.")
     return backend
 
 
 def as_labels(backend: Backend, y: Tensor) -> Tensor:
-    """`y` as 64-bit integers, once they were found to be labels: frameworks let through different things."""
+    """`y` as 64-bit integers; refuses what are no labels, which not every framework does."""
     labels = backend.to_numpy(y)
     if labels.ndim != 1:
         raise ConfigError(f"Labels have the shape {labels.shape}. Give one number for each sample: y.reshape(-1).")
@@ -33,23 +35,19 @@ def as_labels(backend: Backend, y: Tensor) -> Tensor:
 
 
 def check_replicas(X: Tensor, device_params: list[list[Tensor]], devices: Sequence[str]) -> list[Device]:
-    """The devices, once each was found to have a list of float32 parameters in the framework of `X`."""
+    """The devices; each must have a list of float32 parameters in the framework of `X`."""
     if len(device_params) != len(devices) or not all(isinstance(params, list) for params in device_params):
-        raise ConfigError(
-            f"The parameters must be one list for each of the {len(devices)} devices: "
-            f"[get_params(params, device) for device in devices]."
-        )
-    backend = backend_of_all([X, *(param for params in device_params for param in params)])
-    for number, param in enumerate(param for params in device_params for param in params):
+        raise ConfigError(f"The parameters must be one list for each of the {len(devices)} devices: {COPIES}.")
+    all_params = [param for params in device_params for param in params]
+    backend = backend_of_all([X, *all_params])
+    for number, param in enumerate(all_params):
         if "float32" not in str(param.dtype):
-            raise ConfigError(
-                f"Parameter {number} holds {param.dtype}. Lockstep trains float32 parameters: convert it."
-            )
+            raise ConfigError(f"Parameter {number} is {param.dtype}. Lockstep trains float32 parameters: convert it.")
     return named_devices(backend, devices)
 
 
 def flat_replicas(engine: InProcess, layout: Layout, device_params: list[list[Tensor]]) -> list[Tensor]:
-    """Every device's parameters as one flat vector, once they were found to be the same on all devices."""
+    """Every device's parameters as one flat vector; they must be the same on all devices."""
 
     def flatten(rank: int, device: Device, params: list[Tensor]) -> Tensor:
         if [tuple(param.shape) for param in params] != list(layout.shapes):
@@ -58,22 +56,20 @@ def flat_replicas(engine: InProcess, layout: Layout, device_params: list[list[Te
 
     replicas = engine.each("replicate", flatten, device_params)
     hashes = engine.each("replicate", lambda rank, device, flat: sha256_of([engine.backend.to_numpy(flat)]), replicas)
-    for rank, found in enumerate(hashes):
-        if found != hashes[0]:
-            raise ConfigError(
-                f"The parameters for device {rank} are not those for device 0, so they would be trained as two models. "
-                f"Copy one set to every device: [get_params(params, device) for device in devices]."
-            )
+    for rank in range(1, len(hashes)):
+        if hashes[rank] != hashes[0]:
+            what = f"The parameters for device {rank} are not those for device 0: they would be trained as two models"
+            raise ConfigError(f"{what}. Copy one set to every device: {COPIES}.")
     return replicas
 
 
 def layout_of_params(params: list[Tensor]) -> Layout:
-    """Where each of one device's parameters is in the flat vector."""
+    """The layout of one device's parameters in the flat vector."""
     return Layout(tuple(f"p{i}" for i in range(len(params))), tuple(tuple(param.shape) for param in params))
 
 
 def batch_of(backend: Backend, X: Tensor, y: Tensor, devices: list[Device]) -> Batch:
-    """The whole batch, a shard of which is copied to where it is needed; bytes become floats from 0 to 1."""
+    """The batch, whose shards are copied to their devices; bytes become floats from 0 to 1."""
     is_bytes = "uint8" in str(X.dtype)
 
     def fetch(rank: int, start: int, stop: int) -> tuple[Tensor, Tensor]:

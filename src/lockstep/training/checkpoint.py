@@ -1,13 +1,13 @@
-"""Checkpoints: everything a run needs to go on, in one file that is whole or not there.
+"""Checkpoints: everything a run needs to resume, in one file that is complete or not there.
 
-A checkpoint is a safetensors file. Its header holds the rest as JSON: which run it belongs to, how far it is, and the
-SHA-256 of all of it. A run goes on from it on any number of devices, with any engine or exchange.
+A checkpoint is a safetensors file. Its header holds the rest as JSON: the identity of its run, its progress, and the
+SHA-256 of all of it. A run resumes from it on any number of devices, with any engine or exchange.
 """
 
 import re
 import shlex
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,9 @@ from lockstep.core.serialization import CorruptData, NotSerializable, pack, unpa
 from lockstep.core.settings import IDENTITY
 from lockstep.report.events import EpochDone
 from lockstep.report.runlog import what_to_do, write_whole
+from lockstep.training.task import Task
+
+FILE_NAME = re.compile(r"step-(\d{6,18})\.safetensors")
 
 
 @dataclass
@@ -29,9 +32,9 @@ class Progress:
     """How far a run is."""
 
     step: int = 0  # steps that are done
-    epoch: int = 1  # the one under way
-    losses: list[float] = field(default_factory=list)  # of its shards so far
-    seconds: float = 0.0  # of training in it so far
+    epoch: int = 1  # the current one, which is not done
+    losses: list[float] = field(default_factory=list)  # of the shards of the current epoch so far
+    seconds: float = 0.0  # of training in the current epoch so far
     first_loss: float = float("nan")
     history: list[EpochDone] = field(default_factory=list)  # of the epochs that are done
 
@@ -44,162 +47,131 @@ class Checkpoint:
     made_with: dict[str, str]  # versions and kind of device: others may round differently
     progress: Progress
     weights: dict[str, Array]
-    states: dict[str, Any]  # the optimizer's state, by the part of the model that it belongs to
+    states: dict[str, Any]  # the optimizer's state of each part of the model
 
     def packed(self) -> bytes:
         """The checkpoint as bytes."""
         progress = {**asdict(self.progress), "losses": np.array(self.progress.losses, np.float64)}
-        return pack(
-            {
-                "run": self.run,
-                "made_with": self.made_with,
-                "progress": progress,
-                "weights": self.weights,
-                "states": self.states,
-            }
-        )
+        return pack({each.name: getattr(self, each.name) for each in fields(self)} | {"progress": progress})
 
 
 def unpacked(data: bytes) -> Checkpoint:
-    """The checkpoint that was packed; `CorruptData` if it is not one, to the last byte."""
+    """The checkpoint that was packed; `CorruptData` if `data` differs from one in any byte."""
     tree = unpack(data, is_strict=False)
     try:
-        progress = Progress(
-            **{
-                **tree["progress"],
-                "losses": tree["progress"]["losses"].tolist(),
-                "history": [EpochDone(**done) for done in tree["progress"]["history"]],
-            }
-        )
-        found = Checkpoint(tree["run"], tree["made_with"], progress, tree["weights"], tree["states"])
-        _check_forged(found)
+        progress = tree["progress"]
+        history = [EpochDone(**done) for done in progress["history"]]
+        progress = Progress(**{**progress, "losses": progress["losses"].tolist(), "history": history})
+        found = Checkpoint(**{**tree, "progress": progress})
+        _check_plausible(found)
         if found.packed() != data:
-            raise ValueError("other bytes stand for the same")
+            raise ValueError("other bytes for the same checkpoint")
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
         raise CorruptData("what it holds is not a checkpoint") from problem
     return found
 
 
-def _check_forged(found: Checkpoint) -> None:
-    """Refuses what no run has saved, though its SHA-256 is right."""
-    progress = found.progress
-    if (
-        not all(isinstance(part, dict) for part in (found.run, found.made_with, found.weights, found.states))
-        or not found.states
-    ):
-        raise ValueError("a part is missing")
-    if not all(isinstance(array, np.ndarray) for array in found.weights.values()):
-        raise ValueError("weights are arrays")
+def _check_plausible(found: Checkpoint) -> None:
+    """Refuses a forged checkpoint: one with a correct SHA-256 that no run has saved."""
+    progress, parts = found.progress, (found.run, found.made_with, found.weights, found.states)
+    if not all(isinstance(part, dict) for part in parts) or not found.states:
+        raise ValueError("a part is missing, or is no dict")
     if type(progress.step) is not int or progress.step < 0 or progress.epoch != len(progress.history) + 1:
-        raise ValueError("the steps do not fit together")
+        raise ValueError("step or epoch cannot be")
     numbers = [progress.seconds, progress.first_loss, *progress.losses]
     for done in progress.history:
         numbers += [done.seconds, done.train_loss, *done.metrics.values()]
-    if not all(isinstance(number, float) for number in numbers):
-        raise ValueError("numbers are numbers")
+    arrays = [(array, np.ndarray) for array in found.weights.values()]
+    if not all(isinstance(value, kind) for value, kind in [*arrays, *((number, float) for number in numbers)]):
+        raise ValueError("a weight is no array, or a number no float")
 
 
-def identity_of(config: RunConfig, data_sha256: str | None, num_train: int) -> dict[str, Any]:
+def identity_of(config: RunConfig, task: Task) -> dict[str, Any]:
     """What the bits of a run depend on."""
     identity = {each.name: getattr(config, each.name) for each in settings_in(IDENTITY)}
-    identity |= {"data_sha256": data_sha256, "num_train": num_train}
-    if config.schedule != "constant":  # the rate of a step then depends on how many there will be
+    identity |= {"data_sha256": task.data_sha256, "num_train": task.num_train}
+    if config.schedule != "constant":  # the learning rate of a step then depends on it
         identity["num_epochs"] = config.num_epochs
     return identity
 
 
 def made_with(backend_version: str, devices: list[Device]) -> dict[str, str]:
-    """What may round differently elsewhere: where it differs, a run goes on, and the user is told."""
+    """What may round differently elsewhere: where it differs, a run resumes with a warning."""
     return {"backend_version": backend_version, "kind of device": devices[0].kind}
 
 
 def check_same_run(run: dict[str, Any], identity: dict[str, Any], config: RunConfig) -> None:
-    """Refuses to go on with another run than was begun, and says what differs."""
+    """Refuses to resume a run with other settings, and says which differ."""
     names = [name for name in {**identity, **run} if identity.get(name) != run.get(name)]
     if "data_sha256" in names and "data" in names:
         names.remove("data_sha256")
     if names:
         words = {"num_shards": "shards", "data_sha256": "SHA-256 of the data", "num_train": "training samples"}
-        differences = "; ".join(
-            f"{words.get(name, name.replace('_', ' '))}: {run.get(name)!r} there, {identity.get(name)!r} now"
-            for name in names
-        )
-        raise ConfigError(
-            f"The run in {config.out} cannot go on as another one: {differences}. Use the same settings, or another "
-            f"--out for a new run."
-        )
+        named = [(words.get(name, name.replace("_", " ")), run.get(name), identity.get(name)) for name in names]
+        differences = "; ".join(f"{name}: {theirs!r} there, {ours!r} now" for name, theirs, ours in named)
+        raise ConfigError(f"The run in {config.out} has other settings: {differences}. Use those, or another --out.")
 
 
 def check_length(progress: Progress, config: RunConfig, num_train: int) -> None:
-    """Refuses to end a run before the epoch that it is in, and a position that no run of this length has."""
+    """Refuses a step and epoch that no run with these settings has, and fewer epochs than the run has begun."""
     steps_per_epoch = -(-num_train // config.batch_size)
     if not (progress.epoch - 1) * steps_per_epoch <= progress.step <= progress.epoch * steps_per_epoch:
-        raise ConfigError(
-            f"The checkpoint in {config.out} is of step {progress.step} and epoch {progress.epoch}, which do not go "
-            f"together: nobody has saved it. Choose another --out."
-        )
+        where = f"step {progress.step} in epoch {progress.epoch}"
+        raise ConfigError(f"{config.out} has a checkpoint of {where}, which no run has saved. Choose another --out.")
     num_begun = len(progress.history) + bool(progress.losses)
     if num_begun > config.num_epochs:
-        raise ConfigError(
-            f"The run in {config.out} has begun {num_begun} epochs already. Use at least as many (--epochs)."
-        )
+        raise ConfigError(f"The run in {config.out} has begun {num_begun} epochs. Use at least as many (--epochs).")
 
 
 def how_to_resume(config: RunConfig) -> str:
-    """The command that resumes the run, as a sentence; nothing where there is no checkpoint."""
+    """The command that resumes the run, as a sentence; empty where there is no checkpoint."""
     if config.out is None or not Checkpoints(config.out, config.keep_checkpoints).paths():
         return ""
     own = [(name, getattr(config, name)) for name in ("model", "data", "loss", "optimizer")]
-    given = "".join(f" --{name} {shlex.quote(value)}" for name, value in own if is_entry_point(value))
-    command = f"lockstep train --resume --out {shlex.quote(str(config.out))}{given}"
+    options = [("out", str(config.out)), *((name, value) for name, value in own if is_entry_point(value))]
+    command = " ".join(["lockstep train --resume", *(f"--{name} {shlex.quote(value)}" for name, value in options)])
     return f" In a program, use resume=True. Resume with: {command}"
 
 
 class Checkpoints:
-    """The checkpoints of a run's folder."""
+    """The checkpoints in a run's folder."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder, self._keep = folder / "checkpoints", keep
-        self._damaged: list[Path] = []
+        self._damaged: set[Path] = set()  # files that `newest` could not read
 
     def paths(self) -> list[Path]:
         """The files, the newest first."""
-        found = {}
-        if self.folder.is_dir():
-            for path in self.folder.iterdir():
-                if match := re.fullmatch(r"step-(\d{6,18})\.safetensors", path.name):
-                    found[int(match[1])] = path
-        return [found[step] for step in sorted(found, reverse=True)]
+        files = self.folder.iterdir() if self.folder.is_dir() else ()
+        found = [(match, path) for path in files if (match := FILE_NAME.fullmatch(path.name))]
+        return [path for _, path in sorted(found, key=lambda each: int(each[0][1]), reverse=True)]
 
     def save(self, checkpoint: Checkpoint) -> Path:
-        """Writes one, and removes the oldest if there are too many."""
-        path = self.folder / f"step-{checkpoint.progress.step:06d}.safetensors"
+        """Writes a file, and removes the oldest and those found damaged."""
+        step = checkpoint.progress.step
+        path = self.folder / f"step-{step:06d}.safetensors"
         try:
             self.folder.mkdir(exist_ok=True)
             content = checkpoint.packed()
             write_whole(path, lambda temporary: temporary.write_bytes(content))
+            self._damaged.discard(path)
             for damaged in self._damaged:
-                if damaged != path:
-                    damaged.unlink(missing_ok=True)
-            self._damaged = []
+                damaged.unlink(missing_ok=True)
+            self._damaged.clear()
             for old in self.paths()[self._keep :]:
                 old.unlink()
         except NotSerializable as problem:
             raise RunError(
-                f"step {checkpoint.progress.step}: a checkpoint cannot hold all of this run: {problem}. Train without "
-                f"checkpoints (--checkpoint-every 0), or keep it elsewhere."
+                f"step {step}: no checkpoint can be saved: {problem}. Use --checkpoint-every 0."
             ) from problem
         except OSError as problem:
-            last = self.paths()
-            kept = f"The last one is {last[0]}" if last else "There is none yet"
-            raise RunError(
-                f"step {checkpoint.progress.step}: the checkpoint cannot be written to {self.folder}: "
-                f"{problem.strerror}. {kept}. {what_to_do(problem)}, and go on with --resume."
-            ) from problem
+            last = f"The last one is {self.paths()[0]}" if self.paths() else "There is none yet"
+            what = f"step {step}: the checkpoint cannot be written to {self.folder}: {problem.strerror}"
+            raise RunError(f"{what}. {last}. {what_to_do(problem)}, and use --resume.") from problem
         return path
 
     def newest(self, note: Callable[[str], None]) -> tuple[Path, Checkpoint] | None:
-        """The newest that is whole; None where there are none. Those that are damaged are named."""
+        """The newest that is not damaged; None where there is no file. Damaged ones are reported to `note`."""
         paths = self.paths()
         for number, path in enumerate(paths):
             try:
@@ -207,10 +179,8 @@ class Checkpoints:
             except (OSError, CorruptData) as problem:
                 why = problem.strerror if isinstance(problem, OSError) else str(problem)
                 if number + 1 == len(paths):
-                    raise ConfigError(
-                        f"{path} is damaged: {why}. There is no other checkpoint to go on from. To begin anew, choose "
-                        f"another --out."
-                    ) from problem
+                    what = f"{path} is damaged: {why}. There is no other checkpoint to resume from"
+                    raise ConfigError(f"{what}. To start over, choose another --out.") from problem
                 note(f"{path} is damaged: {why}. The one before it is used.")
-                self._damaged.append(path)
+                self._damaged.add(path)
         return None

@@ -1,8 +1,7 @@
 """Replicas must be equal to the bit. They are compared by hash, and one that differs is named.
 
-What makes a replica drift is outside of the program: a bit that flipped in memory, a failing device, or code of the
-user's own that treats devices differently. Its gradients may have reached the others, so healing goes back to the last
-step where all were equal.
+A replica drifts because a bit flipped in memory, a device fails, or the user's own code treats devices differently. Its
+gradients may have reached the others, so healing goes back to the last step where all were equal.
 """
 
 from collections import Counter
@@ -14,43 +13,41 @@ from lockstep.core.errors import RunError
 from lockstep.training.checkpoint import Checkpoint, how_to_resume, unpacked
 from lockstep.training.replica_set import ReplicaSet
 
-MAX_HEALED = 10  # times in a run: what fails more often is broken
+MAX_HEALED = 10  # rollbacks in a run: a device that fails more often is broken
 
 
 class Drift(NamedTuple):
-    """Which replicas differ, and one that does not."""
+    """The replicas that differ from the others."""
 
     named: str  # rank, device and first parameter of each
-    is_settled: bool  # whether most agree, so that it is known who is wrong
+    has_majority: bool  # whether more than half agree, so that it is known which are wrong
     good: int  # a rank among those that agree
 
 
 def find_drift(replicas: ReplicaSet) -> Drift | None:
-    """Whether a replica differs from the others of its part."""
+    """The replicas that differ from the others that hold the same part of the model, if there are any."""
     engine = replicas.engine
     groups = [group for group in replicas.placement.replicas() if len(group) > 1]
     if not groups:
         return None
-    own = engine.each(
-        "comparison of replicas", lambda rank, device, replica: list(replica.fingerprints().items()), replicas.local
-    )
+    own = engine.each("drift check", lambda rank, device, replica: list(replica.fingerprints().items()), replicas.local)
     found = [tuple(map(tuple, of_rank)) for of_rank in engine.all_gather(own)]
     for group in groups:
-        usual, num_votes = Counter(found[rank] for rank in group).most_common(1)[0]
-        different = [rank for rank in group if found[rank] != usual]
-        if different:
-            named = [
-                f"rank {rank} ({engine.devices[rank]}), first in "
-                + next(name for (name, ours), (_, theirs) in zip(found[rank], usual, strict=True) if ours != theirs)
-                for rank in different
-            ]
+        usual, num_equal = Counter(found[rank] for rank in group).most_common(1)[0]
+        named = [
+            f"rank {rank} ({engine.devices[rank]}), first in "
+            + next(name for (name, ours), (_, theirs) in zip(found[rank], usual, strict=True) if ours != theirs)
+            for rank in group
+            if found[rank] != usual
+        ]
+        if named:
             good = next(rank for rank in group if found[rank] == usual)
-            return Drift("; ".join(named), 2 * num_votes > len(group), good)
+            return Drift("; ".join(named), 2 * num_equal > len(group), good)
     return None
 
 
 class Rollback(Exception):
-    """The run has to be done again from a step where all replicas were equal."""
+    """The run has to be repeated from a step where all replicas were equal."""
 
     def __init__(self, checkpoint: Checkpoint, sentence: str) -> None:
         super().__init__(sentence)
@@ -62,10 +59,10 @@ class Healing:
 
     def __init__(self, config: RunConfig) -> None:
         self._config, self._num_healed = config, 0
-        self._equal: Checkpoint | None = None  # where all replicas were last found equal
+        self._equal: Checkpoint | None = None  # of the last step where all replicas were found equal
 
     def remember(self, checkpoint: Callable[[], Checkpoint | None]) -> None:
-        """All replicas are equal now."""
+        """Keeps `checkpoint()` to go back to: all replicas are equal."""
         if self._config.heal:
             self._equal = checkpoint()
 
@@ -75,19 +72,14 @@ class Healing:
         if drift is None:
             self.remember(checkpoint)
             return
-        subject = "a replica is not equal to the others" if drift.is_settled else "the replicas are not equal"
+        subject = "a replica is not equal to the others" if drift.has_majority else "the replicas are not equal"
         who = f"step {step}: {subject} any more: {drift.named}"
         if not self._config.heal:
-            raise RunError(
-                f"{who}. Look for a failing device, or for code of your own that treats devices differently; --heal "
-                f"goes back by itself to where all were equal.{how_to_resume(self._config)}"
-            )
+            hint = "Look for a failing device, or for code of your own that treats devices differently; or use --heal"
+            raise RunError(f"{who}. {hint}.{how_to_resume(self._config)}")
         self._num_healed += 1
         if self._num_healed > MAX_HEALED:
             raise RunError(f"{who}; this has been healed {MAX_HEALED} times. A device fails, or code of your own does.")
-        assert self._equal is not None, "they were equal at the beginning"
-        equal = self._equal
-        raise Rollback(
-            unpacked(replicas.engine.broadcast(drift.good, equal.packed)),
-            f"{who}. Going back to step {equal.progress.step}, where all were equal",
-        )
+        assert self._equal is not None, "they were equal at the start"
+        equal = unpacked(replicas.engine.broadcast(drift.good, self._equal.packed))
+        raise Rollback(equal, f"{who}. Going back to step {equal.progress.step}, where all were equal")

@@ -1,11 +1,12 @@
 """Metrics on all devices, each test sample counted exactly once: the text's fourth exercise.
 
-The samples are cut into pieces of a fixed size whatever the number of devices, so a sample meets the same kernels, and
-gets the same answer, on any of them. The pieces' sums are added with one rounding, at the end: that has no order.
+The samples are cut into pieces of a fixed size, whatever the number of devices, so the same kernels compute a sample on
+any of them. The sums of the pieces are added with one rounding at the end, so their order does not matter.
 """
 
 import math
 from collections.abc import Iterable
+from functools import partial
 
 import numpy as np
 
@@ -18,15 +19,14 @@ from lockstep.training.replica_set import ReplicaSet
 
 
 def evaluate(replicas: ReplicaSet, source: BatchSource, piece: int, batch_size: int) -> dict[str, float]:
-    """Every metric, as the mean over all samples of `source`, in their own order."""
+    """The mean of every metric over all samples of `source`."""
     size = source.num_samples if source.in_memory else batch_size
-    order = np.arange(source.num_samples)
-    batches = source.batches(order, size, lambda num_samples: cut_into_pieces(num_samples, piece), epoch=0)
+    batches = source.batches(np.arange(source.num_samples), size, partial(cut_into_pieces, piece=piece), epoch=0)
     return evaluate_batches(replicas, batches, piece)
 
 
 def evaluate_batches(replicas: ReplicaSet, batches: Iterable[Batch], piece: int) -> dict[str, float]:
-    """Every metric, as the mean over the samples of all batches, `piece` samples being computed together."""
+    """The mean of every metric over the samples of all batches, of which `piece` at a time are computed together."""
     engine, able = replicas.engine, replicas.placement.ranks_with_all
     sums: dict[str, list[float]] = {}
     num_samples = 0
@@ -36,13 +36,12 @@ def evaluate_batches(replicas: ReplicaSet, batches: Iterable[Batch], piece: int)
         shares = dict(zip(able, split_over_ranks(len(pieces), len(able)), strict=True))
 
         def work(rank: int, device: Device, replica: Replica) -> list[dict[str, float]]:
-            own = [pieces[number] for number in shares.get(rank, ())]  # noqa: B023 - used within this turn of the loop
+            own = [pieces[number] for number in shares.get(rank, ())]  # noqa: B023 - called in this iteration only
             return [replica.measure(*batch.fetch(rank, part.start, part.stop)) for part in own]  # noqa: B023
 
-        for measured in engine.all_gather(engine.each("evaluation", work, replicas.local)):
-            for metrics in measured:
-                for name, value in metrics.items():
-                    sums.setdefault(name, []).append(value)
+        measured = engine.all_gather(engine.each("evaluation", work, replicas.local))
+        for name, value in (item for of_rank in measured for metrics in of_rank for item in metrics.items()):
+            sums.setdefault(name, []).append(value)
     return {name: math.fsum(values) / num_samples for name, values in sums.items()}
 
 

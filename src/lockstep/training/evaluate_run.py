@@ -18,7 +18,7 @@ from lockstep.training.replica_set import ReplicaSet
 from lockstep.training.setup import prepare
 from lockstep.training.weights import checked_weights
 
-OF_NO_CONSEQUENCE = ("out", "engine", "exchange", "devices", "workers", "optimizer", "learning_rate", "momentum")
+NOT_NEEDED = ("out", "engine", "exchange", "devices", "workers", "optimizer", "learning_rate", "momentum")
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Evaluation:
         return asdict(self)
 
     def lines(self) -> str:
-        """Two lines, like those that the run ended with."""
+        """Two lines, in the form of those that a run ends with."""
         what = ", ".join(f"test {name}: {value:.6g}" for name, value in self.metrics.items() if name != "accuracy")
         if self.test_accuracy is not None:
             correct = self.test_accuracy * self.num_samples
@@ -49,29 +49,25 @@ class Evaluation:
 
 
 def evaluate_run(
-    folder: Path,
-    changed: dict[str, Any] | None = None,
-    entry_points: dict[str, str] | None = None,
-    progress: Progress = no_progress,
+    folder: Path, changed: dict[str, Any], entry_points: dict[str, str], progress: Progress = no_progress
 ) -> Evaluation:
-    """The metrics of the run in `folder`: the same on any devices, nearly so in any framework.
+    """The metrics of the run in `folder`: the same bits on any devices, close in any framework.
 
-    `changed` are settings that are not the run's own: devices, data_dir, backend. `entry_points` are those of the
-    run's own model, data or loss: code is never run because a file names it.
+    Settings that are `changed` (devices, data_dir, backend) replace the run's. Its model, data or loss are named as
+    `entry_points`: a file never names code to run.
     """
     settings, weights = read_run(folder)
-    config = _recorded_config(settings, folder, entry_points or {}, changed or {})
+    config = _recorded_config(settings, folder, {**changed, **entry_points})
     backend, devices, task = prepare(config, progress=progress, trains=False)
     if task.test_set is None:
         raise DataError(f"{config.data} has no test samples to evaluate the run in {folder} on.")
     if task.data_sha256 is not None and settings.get("data_sha256") not in (None, task.data_sha256):
-        raise DataError(f"{config.data} is not the data that the run in {folder} was trained on: its bytes are others.")
+        raise DataError(f"{config.data} is not the data that the run in {folder} was trained on: its SHA-256 differs.")
     state = checked_weights(task.initial, weights, folder / "weights.safetensors", config.model)
     with InProcess(backend, devices) as engine:
-        local = engine.each("replicate", lambda rank, device: task.replica(device, state, None))
-        test_set = task.test_set(engine)
-        with closing(test_set), loader_errors():
-            metrics = evaluate(ReplicaSet(engine, local), test_set, task.piece, config.batch_size)
+        replicas = ReplicaSet(engine, engine.each("replicate", lambda rank, device: task.replica(device, state, None)))
+        with closing(task.test_set(engine)) as test_set, loader_errors():
+            metrics = evaluate(replicas, test_set, task.piece, config.batch_size)
     return Evaluation(
         test_accuracy=metrics.get("accuracy"),
         metrics=metrics,
@@ -84,33 +80,19 @@ def evaluate_run(
     )
 
 
-def _recorded_config(
-    settings: dict[str, Any], folder: Path, entry_points: dict[str, str], changed: dict[str, Any]
-) -> RunConfig:
-    """The settings in a run's record, which may be anybody's file."""
-    known = {field.name: field.type for field in fields(RunConfig)}
+def _recorded_config(settings: dict[str, Any], folder: Path, changed: dict[str, Any]) -> RunConfig:
+    """The settings in config.json, which may be anybody's file."""
+    known = {field.name for field in fields(RunConfig)}.difference(NOT_NEEDED)
     recorded = {name: value for name, value in settings.items() if name in known and value is not None}
     for name in ("model", "data", "backend"):
-        if not isinstance(recorded.get(name), str):
-            raise ConfigError(
-                f"{folder}/config.json has {recorded.get(name)!r} as its {name}; a run's folder has a name there."
-            )
+        if not isinstance(value := recorded.get(name), str):
+            raise ConfigError(f"{folder}/config.json has {value!r} as its {name}; a run's folder has a name there.")
     for name in ("model", "data", "loss"):
-        value = recorded.get(name, "")
-        if name in entry_points:
-            recorded[name] = entry_points[name]
-        elif isinstance(value, str) and value.endswith(" given in Python"):
-            raise ConfigError(
-                f"The {name} of the run in {folder} was {value}, and is not in the record. Name a function that makes "
-                f"it: --{name} package.file:function."
-            )
-        elif isinstance(value, str) and is_entry_point(value):
-            raise ConfigError(
-                f"The {name} of the run in {folder} is code of your own, {value}. A record does not decide what code "
-                f"is run: add --{name} {value}."
-            )
-    for name in OF_NO_CONSEQUENCE:
-        recorded.pop(name, None)
+        value = "" if name in changed else str(recorded.get(name, ""))
+        if is_entry_point(value) or value.endswith(" given in Python"):
+            wanted = value if is_entry_point(value) else "package.file:function"
+            what = f"The {name} of the run in {folder} is code of your own, {value}"
+            raise ConfigError(f"{what}. A record does not decide what code is run: add --{name} {wanted}.")
     try:
         return RunConfig(**{**recorded, **changed})
     except (TypeError, ValueError, AttributeError) as problem:

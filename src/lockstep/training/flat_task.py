@@ -1,4 +1,4 @@
-"""The task of training a model that is a function of one flat vector, in any framework: LeNet."""
+"""The task of training a model that is a function of a flat parameter vector, in any framework: LeNet."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from lockstep.optim.optimizers import OPTIMIZERS
 from lockstep.replicas.flat import FlatReplica, FlatTrainSpec
 from lockstep.training.task import Task, UserObjects, num_steps
 
-PIECE = 256  # samples that LeNet is evaluated on together; part of the answer's definition, like the number of shards
+PIECE = 256  # samples that LeNet is evaluated on together: like the number of shards, it may change the last bits
 
 
 def flat_task(config: RunConfig, backend: Backend, model: Model, data: Dataset, objects: UserObjects) -> Task:
@@ -24,7 +24,7 @@ def flat_task(config: RunConfig, backend: Backend, model: Model, data: Dataset, 
     _check_settings(config, backend, model, objects)
     data = model.checked(data)
     check_batch(config.batch_size, data.num_train, data.name)
-    assert config.learning_rate is not None, "a named optimizer has one"
+    assert config.learning_rate is not None, "a named optimizer has a default"
     initial = model.init(config.seed)
     layout = layout_of(initial)
     spec = FlatTrainSpec(
@@ -58,22 +58,12 @@ def flat_task(config: RunConfig, backend: Backend, model: Model, data: Dataset, 
 
 
 def _check_settings(config: RunConfig, backend: Backend, model: Model, objects: UserObjects) -> None:
-    for setting, only, value in (
-        ("--batch-norm", "shard", config.batch_norm),
-        ("--precision", "fp32", config.precision),
-        ("--loss", "cross_entropy", config.loss),
-    ):
-        if value != only:
-            raise ConfigError(
-                f"{model.name} is written for every framework, and knows no {setting} {value}. Leave it out."
-            )
+    for name in ("batch_norm", "precision", "loss"):
+        if (value := getattr(config, name)) != getattr(RunConfig, name):
+            flag = f"--{name.replace('_', '-')} {value}"
+            raise ConfigError(f"{model.name} is written for every framework and has no {flag}. Leave it out.")
     if config.compile and backend.capabilities.compiles == "no":
-        raise ConfigError(
-            f"{backend.name} does not compile a model. Leave --compile out, or use a backend "
-            f"that does (lockstep devices)."
-        )
-    if objects.scheduler is not None or objects.metrics is not None or config.optimizer not in OPTIMIZERS:
-        pick(OPTIMIZERS, config.optimizer, f"optimizer for {model.name}")
-        raise ConfigError(
-            f"{model.name} is written for every framework: a scheduler or metrics of your own need a module."
-        )
+        raise ConfigError(f"{backend.name} does not compile a model. Leave --compile out, or use another backend.")
+    pick(OPTIMIZERS, config.optimizer, f"optimizer for {model.name}")
+    if objects.scheduler is not None or objects.metrics is not None:
+        raise ConfigError(f"{model.name} is written for every framework: scheduler= and metrics= need a module.")

@@ -1,12 +1,13 @@
-"""The training loop: from what a run was prepared with to its result, as a sequence of events."""
+"""The training loop: a prepared run as a sequence of events, the last of which holds its result."""
 
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Generator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -32,57 +33,48 @@ from lockstep.training.setup import Prepared, make_steps
 from lockstep.training.step_times import StepTimes
 
 Events = Generator[Event, None, None]
-NEWS_SECONDS = 0.5  # that are worth a line
+REPORTED_SECONDS = 0.5  # of capture or compilation; less is not worth a line
 
 
 class Stopped(RunError):
-    """The run ended itself, and has said so in an event."""
+    """The run ended itself; a `RunStopped` event says why."""
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a run begins, and what goes with it."""
+    """Where a run starts, where it saves, and how it is stopped."""
 
-    checkpoint: Checkpoint | None = None  # None: at the beginning
-    notes: list[str] = field(default_factory=list)  # what the user should know
-    num_restarts: int = 0  # how often it continued with other workers in this process or another
+    checkpoint: Checkpoint | None = None  # None: at step 1
+    notes: list[str] = field(default_factory=list)  # shown to the user when it starts
+    num_restarts: int = 0  # times that it continued with other workers
     checkpoints: Checkpoints | None = None  # where to save; None on ranks that do not
-    is_stopping: Callable[[], bool] = lambda: False
+    is_stopping: Callable[[], bool] = lambda: False  # whether the user has asked it to stop
 
 
 class Training:
-    """A run under way on one engine. `local_checkpoint()` is what another can continue from, also after an error."""
+    """A run on one engine. Another can continue from its `local_checkpoint()`, also after an error."""
 
     def __init__(self, config: RunConfig, prepared: Prepared, engine: Engine, start: ResumePoint) -> None:
         self._config, self._task, self._engine, self._start = config, prepared.task, engine, start
         self._steps_per_epoch = -(-self._task.num_train // config.batch_size)
-        self._weights: dict[str, Array] = {}  # parameters and buffers after the last epoch that was finished here
+        self._weights: dict[str, Array] = {}  # parameters and buffers after the last epoch that ended here
         self.progress = deepcopy(start.checkpoint.progress) if start.checkpoint else Progress()
         self.replicas: ReplicaSet | None = None
         self._healing = Healing(config)
         self._balance = balance_for(config.balance)
         self._times = StepTimes()
         self._steps: Steps
-        self._has_said_why_eager = False
+        self._eager_is_reported = False
 
     def local_checkpoint(self) -> Checkpoint | None:
-        """What this process has of the run after its last step; None where there are no replicas yet."""
+        """The part of the run after its last step that this process holds; before the first, where it started."""
         if self.replicas is None:
             return self._start.checkpoint
         return self._checkpoint(self.replicas.local_weights(), self.replicas.local_states())
 
-    def _whole_checkpoint(self) -> Checkpoint:
-        """The run after its last step. A collective, where ranks hold parts of the model."""
-        return self._checkpoint(self._set.weights(), self._set.states())
-
     def _checkpoint(self, weights: dict[str, Array], states: dict[str, object]) -> Checkpoint:
-        return Checkpoint(
-            run=identity_of(self._config, self._task.data_sha256, self._task.num_train),
-            made_with=made_with(self._engine.backend.version(), self._engine.devices),
-            progress=deepcopy(self.progress),
-            weights=weights,
-            states=states,
-        )
+        software = made_with(self._engine.backend.version(), self._engine.devices)
+        return Checkpoint(identity_of(self._config, self._task), software, deepcopy(self.progress), weights, states)
 
     @property
     def _set(self) -> ReplicaSet:
@@ -93,18 +85,15 @@ class Training:
         """RunStarted, then StepDone and EpochDone, and RunDone with the result at last."""
         task, engine, config = self._task, self._engine, self._config
         own_devices = [engine.devices[rank] for rank in engine.local_ranks]
-        with ExitStack() as closing:
+        with ExitStack() as undo:
             reset_peak_memory(engine.backend, own_devices)
             self._make_replicas(self._start.checkpoint)
             self._healing.remember(self.local_checkpoint)
-            train_set = task.train_set(engine)
-            closing.callback(train_set.close)
+            train_set = undo.enter_context(closing(task.train_set(engine)))
+            test_set = undo.enter_context(closing(task.test_set(engine))) if task.test_set else None
             self._steps = make_steps(config, engine, self._set.local, self._balance, train_set.in_memory)
+            undo.callback(delattr, self, "_steps")  # CUDA graphs hold memory of the GPU
             engine.traces[:] = [Trace() for _ in own_devices] if config.trace else []
-            closing.callback(self._discard_steps)
-            test_set = None if task.test_set is None else task.test_set(engine)
-            if test_set is not None:
-                closing.callback(test_set.close)
             try:
                 yield self._started()
                 while self.progress.epoch <= config.num_epochs:
@@ -123,15 +112,15 @@ class Training:
                     yield self._stopped(str(problem))
                 raise
             except KeyboardInterrupt:
-                yield from self._interrupted(saved="")
+                yield from self._interrupt(saves=False)
             weights = self._weights or self._set.weights()
         yield RunDone(result_of(config, task, engine, self.progress, weights, peaks))
 
     def _make_replicas(self, checkpoint: Checkpoint | None) -> None:
-        """The replicas of this process, from a checkpoint, or as they are at the beginning."""
+        """The replicas of this process, from a checkpoint, or with the initial weights."""
         task = self._task
         weights = task.initial if checkpoint is None else checkpoint.weights
-        # every rank holds the whole model, so there is one part of it
+        # every rank holds the whole model: its state is the only one
         state = None if checkpoint is None else next(iter(checkpoint.states.values()))
         local = self._engine.each("replicate", lambda rank, device: task.replica(device, weights, state))
         self.replicas = ReplicaSet(self._engine, local)
@@ -146,7 +135,7 @@ class Training:
             devices=[str(device) for device in engine.devices],
             num_train_samples=task.num_train,
             num_test_samples=task.num_test,
-            num_parameters=task.num_parameters,
+            num_parameters=sum(task.initial[name].size for name in task.parameters),
             steps_per_epoch=self._steps_per_epoch,
             keeps_bits=config.exchange in KEEPS_THE_TREE,
             notes=[*([] if self._start.num_restarts else task.notes), *self._start.notes],
@@ -155,38 +144,38 @@ class Training:
         )
 
     def _epoch(self, train_set: BatchSource, test_set: BatchSource | None) -> Events:
-        """What is left of the epoch under way."""
+        """The steps that are left of this epoch, and its end."""
         config, progress, epoch = self._config, self.progress, self.progress.epoch
         began = time.perf_counter() - progress.seconds
         order = sample_order(config.seed, epoch - 1, self._task.num_train)
-        done = (progress.step - (epoch - 1) * self._steps_per_epoch) * config.batch_size
-        in_flight: deque[tuple[int, LossFuture]] = deque()  # steps that were started, with their samples
-        for batch in train_set.batches(
-            order[done:], config.batch_size, lambda size: split_into_shards(size, config.num_shards), epoch
-        ):
+        order = order[(progress.step - (epoch - 1) * self._steps_per_epoch) * config.batch_size :]
+        in_flight: deque[tuple[int, LossFuture]] = deque()  # the number of samples of each step that was started
+        split = partial(split_into_shards, num_shards=config.num_shards)
+        for batch in train_set.batches(order, config.batch_size, split, epoch):
             number = progress.step + len(in_flight) + 1
-            with self._times.of(batch.num_samples):
-                in_flight.append((batch.num_samples, self._steps(number, batch)))
-            is_due = any(every and number % every == 0 for every in (config.check_every, config.checkpoint_every))
+            step_began = time.perf_counter()
+            in_flight.append((batch.num_samples, self._steps(number, batch)))
+            self._times.add(batch.num_samples, time.perf_counter() - step_began)
+            compares, saves = (every and number % every == 0 for every in (config.check_every, config.checkpoint_every))
             is_stopping = self._start.is_stopping()
-            while in_flight and (len(in_flight) > self._steps.max_in_flight or is_due or is_stopping):
+            while in_flight and (len(in_flight) > self._steps.max_in_flight or compares or saves or is_stopping):
                 yield from self._finish_step(*in_flight.popleft(), began)
-            yield from self._news()
-            if config.check_every and number % config.check_every == 0:
+            yield from self._incidents()
+            if compares:
                 self._compare()
-            if config.checkpoint_every and number % config.checkpoint_every == 0:
+            if saves:
                 self._save()
             if is_stopping:
-                if len(self._engine.local_ranks) == self._engine.num_ranks:  # other processes do not know of it
+                if len(self._engine.local_ranks) == self._engine.num_ranks:  # other processes were not asked to stop
                     self._compare()
-                yield from self._interrupted(self._save_now())
+                yield from self._interrupt(saves=True)
         while in_flight:
             yield from self._finish_step(*in_flight.popleft(), began)
         yield from self._finish_epoch(test_set)
 
-    def _finish_step(self, num_samples: int, losses_later: LossFuture, began: float) -> Events:
-        """Waits for a step that was started, and takes note of it."""
-        progress, losses = self.progress, losses_later.result()
+    def _finish_step(self, num_samples: int, future: LossFuture, began: float) -> Events:
+        """Waits for a step that was started, and counts it."""
+        progress, losses = self.progress, future.result()
         progress.step += 1
         progress.losses += losses
         progress.seconds = time.perf_counter() - began
@@ -196,39 +185,32 @@ class Training:
             yield from self._stop("the loss is no longer a number")
         yield StepDone(progress.epoch, progress.step, num_samples)
 
-    def _news(self) -> Events:
-        if self._steps.why_eager and not self._has_said_why_eager:
-            self._has_said_why_eager = True
+    def _incidents(self) -> Events:
+        if self._steps.why_eager and not self._eager_is_reported:
+            self._eager_is_reported = True
             yield Incident("eager", f"CUDA graph capture is off, running eagerly: {self._steps.why_eager}")
         if moved := self._balance.news():
             yield Incident("balance", f"step {self.progress.step}: {moved}")
 
     def _finish_epoch(self, test_set: BatchSource | None) -> Events:
-        """Evaluates what an epoch has come to, and saves it."""
+        """Evaluates the model, and saves a checkpoint."""
         config, task, progress = self._config, self._task, self.progress
-        # an epoch's time is that of its steps: capture and compilation are reported apart
+        # an epoch's time is that of its steps: capture and compilation are reported separately
         preparation, self._steps.capture_seconds = self._steps.capture_seconds, 0.0
         first_steps = self._times.first_steps_extra()
-        if config.compile and not preparation:  # what is captured was compiled before
+        if config.compile and not preparation:  # the time of capture contains that of compilation
             preparation = first_steps
         progress.seconds = max(0.0, progress.seconds - preparation)
-        if preparation > NEWS_SECONDS:
+        if preparation > REPORTED_SECONDS:
             what = "compile the model" if config.compile else "capture steps as CUDA graphs"
             yield Incident("prepared", f"epoch {progress.epoch}: {preparation:.1f} s more, to {what}")
         now = self._set.weights()
         if not all(np.isfinite(now[name]).all() for name in task.parameters):
             yield from self._stop("a weight is no longer a number")
-        metrics = {}
-        if test_set is not None:
-            metrics = evaluate(self._set, test_set, task.piece, config.batch_size)
+        metrics = {} if test_set is None else evaluate(self._set, test_set, task.piece, config.batch_size)
         self._weights = now
-        finished = EpochDone(
-            epoch=progress.epoch,
-            seconds=progress.seconds,
-            train_loss=math.fsum(progress.losses) / task.num_train,  # rounded once, at the end: it has no order
-            test_accuracy=metrics.get("accuracy"),
-            metrics=metrics,
-        )
+        train_loss = math.fsum(progress.losses) / task.num_train  # rounded once: independent of the order
+        finished = EpochDone(progress.epoch, progress.seconds, train_loss, metrics.get("accuracy"), metrics)
         progress.history.append(finished)
         progress.epoch, progress.losses, progress.seconds = progress.epoch + 1, [], 0.0
         yield finished
@@ -236,53 +218,48 @@ class Training:
             self._save()
 
     def _compare(self) -> None:
-        """Ends the run where replicas are not equal any more, or goes back to where they were, as the user chose."""
+        """Ends the run where replicas differ, or with `--heal` goes back to where they were equal."""
         self._healing.compare(self._set, self.progress.step, self.local_checkpoint)
 
     def _save(self) -> None:
-        """A checkpoint, once the replicas were found to agree: one that has drifted is never saved."""
+        """Saves a checkpoint once the replicas were found equal: one that has drifted is never saved."""
         if self._config.out is not None:
             self._compare()
             self._save_now()
 
     def _save_now(self) -> str:
-        """Saves a checkpoint where this process does that, and says where it is."""
-        is_here = self._start.checkpoints is not None
-        if self._config.checkpoint_every == 0 or (not is_here and self._set.placement.is_replicated):
+        """Saves a checkpoint, if this process does that, and returns its path. A collective where ranks hold parts."""
+        checkpoints = self._start.checkpoints
+        if self._config.checkpoint_every == 0 or (checkpoints is None and self._set.placement.is_replicated):
             return ""
-        checkpoint = self._whole_checkpoint()
-        if self._start.checkpoints is None:
+        weights, states = self._set.weights(), self._set.states()
+        if checkpoints is None:
             return ""
         self._engine.enter("checkpoint")
-        return str(self._start.checkpoints.save(checkpoint))
-
-    def _discard_steps(self) -> None:
-        del self._steps  # CUDA graphs hold memory of the GPU
+        return str(checkpoints.save(self._checkpoint(weights, states)))
 
     def _stopped(self, reason: str) -> RunStopped:
         progress = self.progress
         return RunStopped(progress.epoch, progress.step, reason, progress.history, self._weights)
 
-    def save_and_stop(self) -> Interrupted:
-        """Saves a checkpoint; the error to end with."""
-        return self._interruption(self._save_now())
-
-    def _interrupted(self, saved: str) -> Events:
+    def _interrupt(self, saves: bool) -> Events:
+        error = self.interrupted(saves)
         yield self._stopped("interrupted")
-        raise self._interruption(saved)
+        raise error
 
-    def _interruption(self, saved: str) -> Interrupted:
+    def interrupted(self, saves: bool) -> Interrupted:
+        """The error that ends an interrupted run, after a checkpoint where it `saves` one."""
+        saved = self._save_now() if saves else ""
         where = f" A checkpoint is in {saved}." if saved else ""
         how = how_to_resume(self._config) or what_is_left(self._config, self.progress.history)
         return Interrupted(f"interrupted after step {self.progress.step}.{where}{how}")
 
     def _stop(self, what: str) -> Events:
-        """Hands out what there is, then ends the run with a sentence."""
-        config, progress = self._config, self.progress
-        rate = "" if config.learning_rate is None else f" {config.learning_rate:g}"
-        why = f"The learning rate{rate} is likely too large; try a smaller one"
+        """Ends the run because its numbers are no longer finite."""
+        progress, rate = self.progress, self._config.learning_rate
+        why = f"The learning rate{'' if rate is None else f' {rate:g}'} is likely too large; try a smaller one"
         if progress.step == 1:
             why = "No update has happened yet: look at the data, the model and the loss"
         reason = f"epoch {progress.epoch}, step {progress.step}: {what}. {why}"
         yield self._stopped(reason)
-        raise Stopped(f"{reason}.{what_is_left(config, progress.history)}")
+        raise Stopped(f"{reason}.{what_is_left(self._config, progress.history)}")

@@ -1,4 +1,4 @@
-"""A PyTorch module to train: what was given is checked, and put into the form that the loop over epochs takes."""
+"""The task of training a PyTorch module. User objects are checked here and in `validation.py`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,11 +23,11 @@ from lockstep.models.losses import LOSSES, METRICS, PerSample
 from lockstep.optim.lr_schedule import LRSchedule
 from lockstep.optim.torch_optimizers import MakeOptimizer, OptimizerSettings, named_optimizer, user_optimizer
 from lockstep.replicas.memory_format import wants_channels_last
+from lockstep.replicas.module import TrainSpec
 from lockstep.replicas.module_capture import CapturableModuleReplica
 from lockstep.replicas.module_state import arrays_of, copy_of, load
-from lockstep.replicas.train_spec import TrainSpec
 from lockstep.training.task import Task, UserObjects, num_steps
-from lockstep.training.validation import check_compilable, check_optimizer, check_smallest_shard, made_module
+from lockstep.training.validation import check_compilable, check_objects, check_smallest_shard, made_module
 
 
 def module_task(config: RunConfig, devices: list[Device], model: Any, data: Any, objects: UserObjects) -> Task:
@@ -35,24 +35,14 @@ def module_task(config: RunConfig, devices: list[Device], model: Any, data: Any,
     train, test = parts_of(data, config.data)
     num_train, num_test = length_of(train), 0 if test is None else length_of(test)
     check_batch(config.batch_size, num_train, config.data)
-    in_memory = Dataset(config.data, *train, *(test or ())) if _in_memory(train, test) else None
+    all_arrays = all(isinstance(part, tuple) for part in (train, test) if part is not None)
+    in_memory = Dataset(config.data, *train, *(test or ())) if all_arrays else None
     module = made_module(model, in_memory, config.seed)
     if config.precision == "tf32" and devices[0].kind != "cuda":
-        raise ConfigError("tf32 is a way of NVIDIA's GPUs to multiply, and the devices are CPUs. Use fp32.")
-    loss = _callable(objects.loss, config.loss, LOSSES, "loss")
-    if objects.scheduler is not None and (config.schedule != "constant" or config.warmup):
-        raise ConfigError("There is a scheduler, and a schedule or a warm-up too. Give one of them.")
-    if isinstance(loss, type):
-        raise ConfigError(f"The loss is the class {loss.__name__}. Make one: {loss.__name__}(reduction='none').")
+        raise ConfigError("tf32 is an arithmetic of NVIDIA GPUs, and the devices are CPUs. Use fp32.")
+    loss = _callable(config.loss if objects.loss is None else objects.loss, LOSSES, "loss")
     if objects.metrics is not None and test is None:
         raise ConfigError("There are metrics and no test samples to measure. Give both parts: data=(training, test).")
-    if objects.scheduler is not None and not callable(objects.scheduler):
-        raise ConfigError(
-            f"The scheduler is a {type(objects.scheduler).__name__}. Every device has an optimizer of its own: give a "
-            f"function that makes one, scheduler=lambda optimizer: ..., or a name as schedule=."
-        )
-    if isinstance(loss, nn.Module) and any(param.requires_grad for param in loss.parameters()):
-        raise ConfigError("The loss has parameters of its own, which nobody would train. Make them part of the model.")
     spec = TrainSpec(
         module=module,
         loss=loss,
@@ -67,10 +57,10 @@ def module_task(config: RunConfig, devices: list[Device], model: Any, data: Any,
         channels_last=wants_channels_last(module, devices[0], config.precision),
         compiles=config.compile,
     )
+    check_objects(config, spec)
     check_smallest_shard(config, module, train, num_train)
     if config.compile:
         check_compilable(config, module, train)
-    check_optimizer(spec)
     for what, part in (("training", train), ("test", test)):
         if part is not None and not isinstance(part, tuple):
             check_keyed(part, what, config.seed)
@@ -90,7 +80,7 @@ def module_task(config: RunConfig, devices: list[Device], model: Any, data: Any,
         num_train=num_train,
         num_test=num_test,
         data_sha256=None if in_memory is None else in_memory.sha256,
-        piece=-(-config.batch_size // config.num_shards),  # as large as a shard, which fits into memory
+        piece=-(-config.batch_size // config.num_shards),  # the size of a shard, which fits into memory
         trained=finished,
         notes=notes(config, devices, num_train),
     )
@@ -106,7 +96,7 @@ def _optimizer(config: RunConfig, objects: UserObjects) -> MakeOptimizer:
 
 
 def parts_of(data: Any, name: str) -> tuple[Any, Any]:
-    """Training and test data, each a pair of arrays or a map-style data set; there may be no test data."""
+    """Training and test data, each a pair of arrays or a map-style data set; without test data, None."""
     if isinstance(data, Dataset):
         return (data.X_train, data.y_train), (data.X_test, data.y_test) if data.num_test else None
     train, test = data if isinstance(data, (tuple, list)) and len(data) == 2 else (data, None)
@@ -124,64 +114,56 @@ def _part(part: Any, name: str, what: str) -> Any:
 
 
 def length_of(part: Any) -> int:
-    """Samples of a part."""
-    if not isinstance(part, tuple):
-        return len(part)
-    return Dataset("", *part).num_train
+    """The number of samples of a part."""
+    return Dataset("", *part).num_train if isinstance(part, tuple) else len(part)
 
 
 def batch_source(memory: DeviceMemory, part: Any, what: str, config: RunConfig) -> BatchSource:
-    """Where the batches of a part come from."""
+    """The batches of a part."""
     if isinstance(part, tuple):
-        X, y = part
-        return ResidentData(memory, X, y, config.compile)
+        return ResidentData(memory, part[0], part[1], config.compile)
     workers = min(4, cpu().num_cores) if config.workers is None else config.workers
     num_processes = memory.num_ranks // len(memory.local_ranks)
     return Loader(memory, part, what, config.seed, -(-workers // num_processes))
 
 
-def metrics_of(given: Any, loss: PerSample) -> dict[str, PerSample]:
-    """Metrics by name: those that were asked for, else accuracy where the loss is that of class scores."""
-    if given is None:
+def metrics_of(metrics: Any, loss: PerSample) -> dict[str, PerSample]:
+    """Metrics by name: the user's, else accuracy where the loss is cross-entropy."""
+    if metrics is None:
         return {"accuracy": METRICS["accuracy"]} if loss is LOSSES["cross_entropy"] else {}
-    if isinstance(given, str) or callable(given):
-        given = [given]
-    if not isinstance(given, dict):
-        named = [(m if isinstance(m, str) else getattr(m, "__name__", type(m).__name__), m) for m in given]
-        given = dict(named)
-        if len(given) < len(named) or "<lambda>" in given:
-            raise ConfigError("Metrics need names of their own. Give them by name: metrics={'top5': ..., ...}.")
-    if "loss" in given:
+    if isinstance(metrics, str) or callable(metrics):
+        metrics = [metrics]
+    if not isinstance(metrics, dict):
+        named = [(m if isinstance(m, str) else getattr(m, "__name__", type(m).__name__), m) for m in metrics]
+        metrics = dict(named)
+        if len(metrics) < len(named) or "<lambda>" in metrics:
+            raise ConfigError("Metrics need different names. Give them by name: metrics={'top5': ..., ...}.")
+    if "loss" in metrics:
         raise ConfigError("A metric called 'loss' would hide the loss, which is measured anyway. Give it another name.")
-    return {str(name): _callable(None if isinstance(m, str) else m, m, METRICS, "metric") for name, m in given.items()}
+    return {str(name): _callable(metric, METRICS, "metric") for name, metric in metrics.items()}
 
 
 def notes(config: RunConfig, devices: list[Device], num_train: int) -> tuple[str, ...]:
-    """What the user should know before it starts."""
-    said = []
-    if config.warmup > num_steps(config, num_train):
-        said.append(f"The warm-up of {config.warmup} steps is longer than the run of {num_steps(config, num_train)}.")
-    can_ask = devices[0].kind == "cpu" or config.engine == "inprocess"  # else it would use CUDA before it forks
-    if config.precision == "bf16" and can_ask and not _is_made_for_bfloat16(devices[0]):
-        said.append("This device is not made for bfloat16: it will be slower than float32.")
-    return tuple(said)
+    """Warnings that are shown when the run starts."""
+    found, steps = [], num_steps(config, num_train)
+    if config.warmup > steps:
+        found.append(f"The warm-up of {config.warmup} steps is longer than the run of {steps}.")
+    can_ask = devices[0].kind == "cpu" or config.engine == "inprocess"  # to ask a GPU rules out forking afterwards
+    if config.precision == "bf16" and can_ask and not _has_bfloat16(devices[0]):
+        found.append("This device has no bfloat16 arithmetic: bf16 will be slower than fp32.")
+    return tuple(found)
 
 
-def _is_made_for_bfloat16(device: Device) -> bool:
+def _has_bfloat16(device: Device) -> bool:
     if device.kind == "cuda":
         return bool(torch.cuda.get_device_capability(torch_device(device)) >= (8, 0))
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
-def _callable(given: Any, name: Any, table: dict[str, Callable[..., Any]], what: str) -> Any:
-    if given is None:
-        return load_entry_point(name, what) if is_entry_point(name) else pick(table, name, what, more=OWN)
-    if isinstance(given, str):
-        return pick(table, given, what)
-    if not callable(given):
-        raise ConfigError(f"The {what} is a {type(given).__name__}. Give a name, or a function of (output, y).")
-    return given
-
-
-def _in_memory(train: Any, test: Any) -> bool:
-    return isinstance(train, tuple) and (test is None or isinstance(test, tuple))
+def _callable(wanted: Any, table: dict[str, Callable[..., Any]], what: str) -> Any:
+    """A loss or metric: a function, an entry point, or a name in `table`."""
+    if isinstance(wanted, str):
+        return load_entry_point(wanted, what) if is_entry_point(wanted) else pick(table, wanted, what, more=OWN)
+    if not callable(wanted):
+        raise ConfigError(f"The {what} is a {type(wanted).__name__}. Give a name, or a function of (output, y).")
+    return wanted

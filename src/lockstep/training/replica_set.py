@@ -10,7 +10,7 @@ from lockstep.runtime.engine import Engine
 
 
 class ReplicaSet:
-    """The local replicas and the placement of all. Reading the whole model is a collective where parts are elsewhere."""
+    """The local replicas and the placement of all. Reading the whole model is a collective where ranks hold parts."""
 
     def __init__(self, engine: Engine, local: Sequence[Replica], placement: Placement | None = None) -> None:
         self.engine, self.local = engine, list(local)
@@ -21,11 +21,11 @@ class ReplicaSet:
         return merged(self._of_owners(lambda replica: replica.arrays()))
 
     def states(self) -> dict[str, Any]:
-        """The optimizer's state of each part, by the part's entries."""
+        """The optimizer's state of each part, by `part_name`."""
         return merged(self._of_owners(lambda replica: {part_name(replica.entries): replica.state_dict()}))
 
     def local_weights(self) -> dict[str, Array]:
-        """Those parameters and buffers that this process holds."""
+        """The parameters and buffers that this process holds."""
         return merged([replica.arrays() for replica in self._local_parts()])
 
     def local_states(self) -> dict[str, Any]:
@@ -33,10 +33,12 @@ class ReplicaSet:
         return {part_name(replica.entries): replica.state_dict() for replica in self._local_parts()}
 
     def _local_parts(self) -> list[Replica]:
-        return list({replica.entries: replica for replica in reversed(self.local)}.values())
+        """One local replica of each part, in the order of the parts."""
+        first = {replica.entries: replica for replica in reversed(self.local)}
+        return sorted(first.values(), key=lambda replica: replica.entries.start)
 
     def _of_owners(self, read: Callable[[Replica], dict[str, Any]]) -> list[dict[str, Any]]:
-        """What the owners of all parts give, in the order of the parts."""
+        """What is read from the owner of each part, in the order of the parts."""
         if self.placement.is_replicated:
             return [read(self.local[0])]
         owners = self.placement.owners
@@ -46,10 +48,10 @@ class ReplicaSet:
 
 
 def part_name(entries: range) -> str:
-    """What a part is called in a checkpoint."""
+    """The name of a part in a checkpoint."""
     return f"{entries.start}:{entries.stop}"
 
 
 def merged(dicts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """All entries, in order."""
+    """The entries of all dicts, in order."""
     return {name: value for one in dicts for name, value in one.items()}

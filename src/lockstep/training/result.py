@@ -1,4 +1,4 @@
-"""What comes out of a run: its result, its peak memory, its trace, and where to find what is left of it."""
+"""The result of a run, its peak memory, its trace, and the files of a run that stopped."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from lockstep.training.task import Task
 def result_of(
     config: RunConfig, task: Task, engine: Engine, progress: Progress, weights: dict[str, Array], peaks: dict[str, int]
 ) -> Result:
-    """The result of a run that has come to its end with these weights."""
+    """The result of a run that ended with these weights."""
     history = progress.history
     seconds_per_epoch = sum(done.seconds for done in history) / len(history)
     buffers = [name for name in weights if name not in set(task.parameters)]
@@ -41,19 +41,18 @@ def result_of(
 
 
 def peaks_of(engine: Engine) -> dict[str, int]:
-    """The peak memory of all devices, in bytes; logical CPU devices of one process share one."""
+    """The peak memory of all devices, in bytes; the logical CPU devices of one process have one value."""
     own_devices = [engine.devices[rank] for rank in engine.local_ranks]
     peaks = peak_memory(engine.backend, own_devices)
     if len(own_devices) < engine.num_ranks and "cpu" in peaks:  # every rank is a process
-        is_one = len(set(engine.devices)) == engine.num_ranks  # else there are several machines
-        name = str(own_devices[0]) if is_one else f"rank {engine.local_ranks[0]}"
-        peaks = {name: peaks["cpu"]}
+        is_one_machine = len(set(engine.devices)) == engine.num_ranks
+        peaks = {str(own_devices[0]) if is_one_machine else f"rank {engine.local_ranks[0]}": peaks["cpu"]}
     gathered = engine.all_gather([peaks for _ in own_devices])
     return {name: peak for of_rank in gathered for name, peak in of_rank.items()}
 
 
 def traced_by(engine: Engine) -> Traced:
-    """What all ranks did, and what a perfect speed-up lost."""
+    """The trace of all ranks, and what was lost against a perfect speed-up."""
     ranks, exchanges = (
         [[Span(*one) for one in spans] for spans in engine.all_gather([[list(one) for one in spans] for spans in own])]
         for own in ([trace.spans for trace in engine.traces], [trace.exchange.spans for trace in engine.traces])
@@ -63,8 +62,8 @@ def traced_by(engine: Engine) -> Traced:
 
 
 def what_is_left(config: RunConfig, history: Sequence[EpochDone]) -> str:
-    """Where to find what there is of a run that stopped."""
+    """Where the files of a run that stopped are, as a sentence."""
     if config.out is None:
         return ""
     has = f" and the weights after epoch {len(history)}" if history else ""
-    return f" The metrics{has} are in {config.out}. To begin anew, remove it or choose another --out."
+    return f" The metrics{has} are in {config.out}. To start over, remove it or choose another --out."

@@ -1,4 +1,4 @@
-"""From a run's settings to what they stand for, and to the engine that runs it: the one place that assembles a run."""
+"""Assembles a run: backend, devices and task from its settings, then the engine and the steps."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ MODULES = "torch"  # the framework whose modules can be trained
 
 
 class Prepared(NamedTuple):
-    """What the names in a run's settings stand for, once all of them were found."""
+    """What a run's settings name, found and checked."""
 
     backend: Backend
     devices: list[Device]
@@ -39,12 +39,9 @@ def prepare(
     objects: UserObjects | None = None,
     progress: Progress = no_progress,
     trains: bool = True,
-    devices: list[Device] | None = None,
+    devices: list[Device] | None = None,  # of all ranks, where they are on several machines
 ) -> Prepared:
-    """Finds everything the run needs, cheapest first. One that `trains` has no more devices than shards.
-
-    `devices` are those of all ranks, where they are on several machines.
-    """
+    """What the run needs, the cheapest checked first. A run that `trains` needs a shard for each device."""
     objects = objects or UserObjects()
     model = find_model(config, objects)
     if config.exchange == NATIVE and config.engine != "processes":
@@ -60,19 +57,17 @@ def prepare(
     data = find_data(config, objects, progress)
     if isinstance(model, Model):
         if not isinstance(data, Dataset):
-            raise ConfigError(f"{model.name} needs its samples in memory: give arrays (X, y), or a model of your own.")
+            raise ConfigError(f"{model.name} needs its samples in memory: give arrays (X, y), or a module as model.")
         return Prepared(backend, devices, flat_task(config, backend, model, data, objects))
     if backend.name != MODULES:
-        raise ConfigError(
-            f"{config.model} is a module of {MODULES}, and the backend is {backend.name}. Use lenet, or {MODULES}."
-        )
+        raise ConfigError(f"{config.model} is a module of {MODULES}, and the backend is {backend.name}. Use {MODULES}.")
     from lockstep.training.module_task import module_task  # loads its framework
 
     return Prepared(backend, devices, module_task(config, devices, model, data, objects))
 
 
 def find_model(config: RunConfig, objects: UserObjects) -> Any:
-    """A model for every framework, a module, or a function that makes one (of a `Dataset`, where it is built in)."""
+    """A `Model` for every framework, a `BuiltIn` one, a module, or a function that makes one."""
     if objects.model is not None:
         return objects.model
     if is_entry_point(config.model):
@@ -81,41 +76,34 @@ def find_model(config: RunConfig, objects: UserObjects) -> Any:
 
 
 def find_data(config: RunConfig, objects: UserObjects, progress: Progress) -> Any:
-    """A `Dataset` in memory, or what was given, to be loaded sample by sample."""
+    """A `Dataset` in memory, or map-style data sets."""
     data, name = objects.data, config.data
     if data is None and is_entry_point(name):
         function = load_entry_point(name, "data")
         if not callable(function):
             raise ConfigError(f"The data {name} is a {type(function).__name__}. Name a function that gives the data.")
         data = call_user_function(function, "data")
-    if data is None:
-        return load_dataset(name, config.data_dir, progress)
-    if isinstance(data, str):
-        return load_dataset(data, config.data_dir, progress)
-    if is_loaded_one_by_one(data):
-        return data
-    return dataset_of_arrays(data, name)
+    if data is None or isinstance(data, str):
+        return load_dataset(data or name, config.data_dir, progress)
+    return data if is_map_style(data) else dataset_of_arrays(data, name)
 
 
-def is_loaded_one_by_one(data: Any) -> bool:
-    """Whether `data` is something with `__getitem__` of its own, or a pair of such, and not arrays."""
-    parts = data if isinstance(data, (tuple, list)) else [data]
-    return any(
-        part is not None and not isinstance(part, (tuple, list, dict, str)) and not hasattr(part, "__array__")
-        for part in parts
-    )
+def is_map_style(data: Any) -> bool:
+    """Whether `data` is a map-style data set, or a pair of them, and not arrays."""
+    parts, no_data_set = data if isinstance(data, (tuple, list)) else [data], (tuple, list, dict, str, type(None))
+    return any(not isinstance(part, no_data_set) and not hasattr(part, "__array__") for part in parts)
 
 
 def inprocess_engine(config: RunConfig, prepared: Prepared) -> InProcess:
     """The engine `inprocess`, with the settings of a run."""
-    pins = not config.compile  # a compiler's processes would be kept on the same core
+    pins = not config.compile  # else the compiler's processes would all run on one core
     return InProcess(prepared.backend, prepared.devices, config.timeout, pins=pins)
 
 
 def make_steps(
     config: RunConfig, engine: Engine, replicas: Sequence[Replica], balance: Balance, in_memory: bool
 ) -> Steps:
-    """What does the steps of a run: captured as CUDA graphs where that can be, else eagerly."""
+    """The steps of a run: captured as CUDA graphs where possible, else eager."""
     options = StepOptions(config.num_shards, config.exchange, config.bucket_mb, config.batch_norm == "sync")
     if not config.capture or config.trace or config.engine != "inprocess":
         return EagerSteps(engine, replicas, options, balance)

@@ -1,34 +1,29 @@
-"""How much of an epoch's time went into compilation: what the first step of each size of batch took longer than others."""
+"""The time of compilation in an epoch: what the first step of each batch size took longer than later ones."""
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from statistics import median
 
 
 class StepTimes:
-    """The seconds of the steps of an epoch, by the size of their batch."""
+    """The seconds of the steps of an epoch, by batch size."""
 
     def __init__(self) -> None:
         self._seconds: dict[int, list[float]] = {}  # of this epoch's steps
-        self._seen: set[int] = set()  # sizes whose first step was in an epoch before
+        self._seen: set[int] = set()  # batch sizes whose first step was in an earlier epoch
 
-    @contextmanager
-    def of(self, num_samples: int) -> Iterator[None]:
-        """Measures a step with this many samples."""
-        began = time.perf_counter()
-        yield
-        self._seconds.setdefault(num_samples, []).append(time.perf_counter() - began)
+    def add(self, num_samples: int, seconds: float) -> None:
+        """A step with this many samples took so long."""
+        self._seconds.setdefault(num_samples, []).append(seconds)
 
     def first_steps_extra(self) -> float:
-        """Seconds that first steps took longer than later ones like them; ends the epoch.
+        """Seconds that first steps took longer than later ones of the same size; ends the epoch.
 
         >>> times = StepTimes()
-        >>> times._seconds = {256: [5.0, 1.0, 1.0], 128: [2.5]}
+        >>> for num_samples, seconds in ((256, 5.0), (256, 1.0), (256, 1.0), (128, 2.5)):
+        ...     times.add(num_samples, seconds)
         >>> times.first_steps_extra()  # a step of 256 takes 1 s, so one of 128 should take 0.5 s
         6.0
         """
-        usual = {size: _without_first(seconds, size in self._seen) for size, seconds in self._seconds.items()}
+        usual = {size: seconds if size in self._seen else seconds[1:] for size, seconds in self._seconds.items()}
         per_sample = [median(seconds) / size for size, seconds in usual.items() if seconds]
         extra = 0.0
         for size, seconds in self._seconds.items():
@@ -38,7 +33,3 @@ class StepTimes:
         self._seen.update(self._seconds)
         self._seconds = {}
         return extra
-
-
-def _without_first(seconds: list[float], is_known: bool) -> list[float]:
-    return seconds if is_known else seconds[1:]

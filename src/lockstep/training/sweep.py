@@ -2,13 +2,12 @@
 
 import csv
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeVar
-
-from rich.console import Console
-from rich.table import Table
+from statistics import mean
+from typing import Any, NamedTuple, TypeVar
 
 from lockstep.backends import devices_for, load_backend
 from lockstep.config import RunConfig, check_batch, check_ranks
@@ -24,8 +23,7 @@ from lockstep.training.setup import prepare
 N = TypeVar("N", int, float)
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One run of the sweep."""
 
     num_devices: int
@@ -36,51 +34,53 @@ class Row:
 
     @property
     def accuracy(self) -> float:
-        """The test accuracy; below all others where there is none."""
+        """The test accuracy; -1 where there are no test samples."""
         return -1.0 if self.result.test_accuracy is None else self.result.test_accuracy
 
     @property
     def label(self) -> str:
-        """What sets the run apart."""
+        """The name of the run in the plot."""
         return f"k={self.num_devices}, batch {self.batch_size}, lr {self.learning_rate!r}"
 
     def plain(self) -> dict[str, Any]:
-        """The row as it stands in the CSV file."""
+        """The row of the CSV file."""
+        result = self.result
         return {
             "num_devices": self.num_devices,
             "batch_size": self.batch_size,
             "learning_rate": self.learning_rate,
-            "test_accuracy": self.result.test_accuracy,
-            "seconds_per_epoch": round(self.result.seconds_per_epoch, 4),
-            "samples_per_second": round(self.result.samples_per_second, 1),
-            "steps": self.result.steps,
-            "weights_sha256": self.result.weights_sha256,
-            "devices": " ".join(self.result.devices),
+            "test_accuracy": result.test_accuracy,
+            "seconds_per_epoch": round(result.seconds_per_epoch, 4),
+            "samples_per_second": round(result.samples_per_second, 1),
+            "steps": result.steps,
+            "weights_sha256": result.weights_sha256,
+            "devices": " ".join(result.devices),
         }
 
+    def cells(self) -> tuple[str, ...]:
+        """The row of the table on the terminal."""
+        result = self.result
+        accuracy = "" if result.test_accuracy is None else f"{self.accuracy:.4f}"
+        speed = f"{result.seconds_per_epoch:.2f}", f"{result.samples_per_second:,.0f}"
+        run = str(self.num_devices), str(self.batch_size), repr(self.learning_rate)
+        return *run, accuracy, *speed, f"{result.weights_sha256[:12]}...", ", ".join(result.devices)
 
-def make_sweep(
-    base: RunConfig, devices: str, batch_sizes: str, learning_rates: str, scale_batch: bool
-) -> list[RunConfig]:
-    """The runs of the sweep, all of them checked, ordered so that runs to compare stand next to each other.
+
+def make_sweep(base: RunConfig, devices: str, batch_sizes: str, lrs: str, scale_batch: bool) -> list[RunConfig]:
+    """The runs of the sweep, checked; those that differ in the number of devices only follow each other.
 
     All run on one kind of device: on GPUs if there are enough for the largest number, else on logical CPU devices.
     """
     counts = _numbers(devices, int, "--devices", "1,2")
     sizes = _numbers(batch_sizes, int, "--batch-size", "128,256")
-    rates = _numbers(learning_rates, float, "--lr", "0.1,0.2,0.4")
+    rates = _numbers(lrs, float, "--lr", "0.1,0.2,0.4")
     for count in counts:
         if count < 1:
             raise ConfigError(f"--devices {devices}: {count} is not a number of devices. Write numbers from 1 on: 1,2.")
         check_ranks(count, base.num_shards)
     most = devices_for(load_backend(base.backend), max(counts))
     return [
-        replace(
-            base,
-            devices=",".join(most[:k]),
-            batch_size=k * size if scale_batch else size,
-            learning_rate=rate,
-        )
+        replace(base, devices=",".join(most[:k]), batch_size=k * size if scale_batch else size, learning_rate=rate)
         for size, rate, k in product(sizes, rates, counts)
     ]
 
@@ -93,7 +93,7 @@ def _numbers(text: str, kind: Callable[[str], N], option: str, example: str) -> 
 
 
 def run_sweep(sweep: list[RunConfig], folder: Path, quiet: bool = False) -> list[Row]:
-    """Trains every run of the sweep, each recorded in a folder of its own below `folder`."""
+    """The results of all runs, each recorded in a subfolder of `folder`."""
     check_folder(folder)
     with fetch_progress() as progress:
         num_train = prepare(sweep[0], progress=progress).task.num_train
@@ -121,84 +121,68 @@ def save_sweep(rows: list[Row], folder: Path) -> None:
         write_whole(folder / "compare.csv", write_csv)
         write_whole(folder / "compare.png", lambda path: draw_curves({r.label: r.result.history for r in rows}, path))
     except OSError as problem:
-        raise RunError(f"{folder} cannot be written to: {problem.strerror}. The runs in it are whole.") from problem
+        raise RunError(f"{folder} cannot be written to: {problem.strerror}. The runs in it are complete.") from problem
 
 
 def table(rows: list[Row]) -> str:
     """The rows as a table for the terminal."""
-    grid = Table(box=None, pad_edge=False)
-    for heading in ("k", "batch", "lr", "test acc", "sec/epoch", "samples/s"):
-        grid.add_column(heading, justify="right")
-    grid.add_column("weights sha256")
-    grid.add_column("devices")
-    for row in rows:
-        grid.add_row(
-            str(row.num_devices),
-            str(row.batch_size),
-            f"{row.learning_rate!r}",
-            "" if row.result.test_accuracy is None else f"{row.accuracy:.4f}",
-            f"{row.result.seconds_per_epoch:.2f}",
-            f"{row.result.samples_per_second:,.0f}",
-            f"{row.result.weights_sha256[:12]}...",
-            ", ".join(row.result.devices),
-        )
-    out = Console(width=200, highlight=False)
-    with out.capture() as captured:
-        out.print(grid)
-    return captured.get().rstrip("\n")
+    headings = ("k", "batch", "lr", "test acc", "sec/epoch", "samples/s", "weights sha256", "devices")
+    lines = [headings, *(row.cells() for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    numbers = ["  ".join(map(str.rjust, line[:-2], widths)) for line in lines]
+    names = [f"{line[-2].ljust(widths[-2])}  {line[-1]}" for line in lines]
+    return "\n".join(map("  ".join, zip(numbers, names, strict=True)))
 
 
 def sentence(rows: list[Row]) -> str:
     """What the table shows, in one sentence."""
-    said = _same_weights(rows) + _time(rows) + _best_rates(rows)
+    found = _same_weights(rows) + _speed(rows) + _best_rates(rows)
     best = max(rows, key=lambda row: row.accuracy)
     if best.result.test_accuracy is not None:
-        said.append(f"the best test accuracy is {best.accuracy:.4f} ({best.label})")
-    text = "; ".join(said) or "there are no test samples to compare the runs by"
+        found.append(f"the best test accuracy is {best.accuracy:.4f} ({best.label})")
+    text = "; ".join(found) or "there are no test samples to compare the runs by"
     return text[0].upper() + text[1:] + "."
 
 
 def _same_weights(rows: list[Row]) -> list[str]:
-    """Runs that differ in the number of devices only must agree bit for bit."""
-    groups: dict[tuple[int, float | None], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row.batch_size, row.learning_rate), []).append(row)
-    shared = [group for group in groups.values() if len(group) > 1]
-    if not shared:
-        return []
-    apart = [group for group in shared if len({row.result.weights_sha256 for row in group}) > 1]
-    if apart:
-        said = f"with batch {apart[0][0].batch_size} the number of devices changed the weights"
-        if apart[0][0].exchange in KEEPS_THE_TREE:
-            return [f"{said}, which must not happen: please report it"]
-        return [f"{said}, because {apart[0][0].exchange} adds in an order of its own"]
-    counts = sorted({row.num_devices for group in shared for row in group})
-    return [f"with the same batch and learning rate, {_and(counts)} devices end with the same weights, bit for bit"]
+    """Whether runs that differ in the number of devices only have the same weights."""
+    groups = [group for group in _grouped(rows, "batch_size", "learning_rate").values() if len(group) > 1]
+    for group in groups:
+        if len({row.result.weights_sha256 for row in group}) > 1:
+            why = f"because {group[0].exchange} adds in an order of its own"
+            if group[0].exchange in KEEPS_THE_TREE:
+                why = "which must not happen: please report it"
+            return [f"with batch {group[0].batch_size} the number of devices changed the weights, {why}"]
+    counts = sorted({row.num_devices for group in groups for row in group})
+    what = "devices end with the same weights, bit for bit"
+    return [f"with the same batch and learning rate, {_and(counts)} {what}"] if counts else []
 
 
-def _time(rows: list[Row]) -> list[str]:
-    """Samples a second on the most devices against the fewest."""
-    speeds: dict[int, list[float]] = {}
-    for row in rows:
-        speeds.setdefault(row.num_devices, []).append(row.result.samples_per_second)
-    if len(speeds) < 2:
+def _speed(rows: list[Row]) -> list[str]:
+    """The throughput of the largest number of devices against that of the smallest."""
+    by_count = _grouped(rows, "num_devices")
+    if len(by_count) < 2:
         return []
-    few, many = min(speeds), max(speeds)
-    ratio = (sum(speeds[many]) / len(speeds[many])) / (sum(speeds[few]) / len(speeds[few]))
-    return [f"{many} devices train {ratio:.2f} times as many samples a second as {few}"]
+    few, many = min(by_count), max(by_count)
+    slow, fast = (mean(row.result.samples_per_second for row in by_count[count]) for count in (few, many))
+    return [f"{many} devices train {fast / slow:.2f} times as many samples a second as {few}"]
 
 
 def _best_rates(rows: list[Row]) -> list[str]:
-    """The best learning rate for each batch size, where there is a choice of both."""
-    by_size: dict[int, list[Row]] = {}
-    for row in rows:
-        by_size.setdefault(row.batch_size, []).append(row)
-    if len(by_size) < 2 or len({row.learning_rate for row in rows}) < 2:
+    """The best learning rate for each batch size, where there are several of both."""
+    by_size = _grouped(rows, "batch_size")
+    if len(by_size) < 2 or len(_grouped(rows, "learning_rate")) < 2:
         return []
-    best = {size: max(group, key=lambda row: row.accuracy) for size, group in sorted(by_size.items())}
-    return [
-        "the best learning rate is " + _and([f"{row.learning_rate!r} for batch {size}" for size, row in best.items()])
-    ]
+    best = [max(by_size[size], key=lambda row: row.accuracy) for size in sorted(by_size)]
+    return [f"the best learning rate is {_and([f'{row.learning_rate!r} for batch {row.batch_size}' for row in best])}"]
+
+
+def _grouped(rows: list[Row], *names: str) -> dict[Any, list[Row]]:
+    """The rows by the value of an attribute, or of several."""
+    groups: dict[Any, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(attrgetter(*names)(row), []).append(row)
+    return groups
 
 
 def _and(parts: list[Any]) -> str:

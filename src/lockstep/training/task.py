@@ -1,4 +1,4 @@
-"""What is trained, and on what: everything that the training loop needs, however it was given."""
+"""What is trained, and on what: everything that the training loop needs to know."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ MakeReplica = Callable[[Device, dict[str, Array], Any], Replica]  # on a device,
 
 @dataclass(frozen=True)
 class UserObjects:
-    """What was given in Python instead of by name. Whatever is None is found by its name in the settings."""
+    """Objects that were passed in Python. What is None here is found by its name in the settings."""
 
     model: Any = None
     data: Any = None
@@ -29,9 +29,9 @@ class UserObjects:
 class Task:
     """One model to train on one data set."""
 
-    model: str  # what it is called on the terminal
+    model: str  # its name on the terminal
     initial: dict[str, Array]  # parameters and buffers by name, in model order
-    parameters: list[str]  # those of them that are parameters
+    parameters: list[str]  # the names of those that are parameters
     replica: MakeReplica
     train_set: Callable[[DeviceMemory], BatchSource]
     test_set: Callable[[DeviceMemory], BatchSource] | None
@@ -39,13 +39,8 @@ class Task:
     num_test: int
     data_sha256: str | None  # None where the samples are not in memory
     piece: int  # samples that are evaluated together
-    trained: Callable[[dict[str, Array]], Any]  # parameters and buffers -> what the user gets back
-    notes: tuple[str, ...] = ()  # what the user should know before it starts
-
-    @property
-    def num_parameters(self) -> int:
-        """Entries of all parameters together."""
-        return sum(self.initial[name].size for name in self.parameters)
+    trained: Callable[[dict[str, Array]], Any]  # parameters and buffers -> the trained module, if there is one
+    notes: tuple[str, ...] = ()  # shown to the user when it starts
 
 
 def num_steps(config: RunConfig, num_train: int) -> int:

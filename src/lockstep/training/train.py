@@ -1,4 +1,4 @@
-"""`lockstep.train`: the text's experiment, and a model and data of the user's own."""
+"""`lockstep.train`: the text's experiment, or a model and data of the user's own."""
 
 import inspect
 from pathlib import Path
@@ -13,13 +13,13 @@ from lockstep.report.events import Result
 from lockstep.training.run import run
 from lockstep.training.task import UserObjects
 
-OBJECTS = ("model", "data", "loss", "optimizer", "scheduler", "metrics")  # what may be a user object
-WHAT = {
+OBJECTS = {  # settings that may be an object instead of a name
     "model": "a name, a module, or a function that makes one",
     "data": "a name, (X, y), ((X, y), (X_test, y_test)), or a map-style data set",
     "loss": "a name, or a function of (output, y)",
     "optimizer": "a name, or a function of the parameters",
 }
+ONLY_OBJECTS = ("scheduler", "metrics")
 
 
 def train(
@@ -32,7 +32,7 @@ def train(
     quiet: bool = False,
     **settings: Any,
 ) -> Result:
-    """Trains a model on k devices: the same weights, bit for bit, whatever k is.
+    """The result of training a model on k devices: the same weights, bit for bit, whatever k is.
 
     The first four arguments are the text's. All others are the settings of `lockstep train` (see `RunConfig`), by the
     names of its options; `num_epochs` and `num_shards` are other names for `epochs` and `shards`.
@@ -44,73 +44,60 @@ def train(
     - `optimizer`: sgd, adam, adamw, or a function that gets a list of parameters and gives an optimizer.
     - `schedule`: constant, cosine or linear, after `warmup` steps; or `scheduler`, a function of the optimizer, whose
       result is stepped after every update.
-    - `metrics`: names or functions like those of `loss`, as a list or by name; means over the test samples come out.
+    - `metrics`: names or functions like those of `loss`, as a list or by name; reported as means over the test samples.
     - `out`: the run's folder. With `resume=True` a run in it continues from its last checkpoint, on any devices.
 
     >>> result = train(2, batch_size=256, lr=0.2, num_epochs=1, data="fashion-mnist-mini", quiet=True)
     >>> result.devices, result.steps
     (['cpu:0', 'cpu:1'], 8)
     """
-    named = {"num_gpus": num_gpus, "batch_size": batch_size, "lr": lr, "num_epochs": num_epochs, **settings}
-    objects = {name: named[name] for name in OBJECTS if name in named}
-    user_objects = UserObjects(**{n: o for n, o in objects.items() if not isinstance(o, (str, Path))})
-    given = _config_settings({name: value for name, value in named.items() if name not in ("scheduler", "metrics")})
-    _check_objects(objects, given)
-    result = run(RunConfig(**given), user_objects, quiet=quiet, resume=resume)
+    only_objects = {name: settings.pop(name) for name in ONLY_OBJECTS if name in settings}
+    objects = {name: settings[name] for name in OBJECTS if not isinstance(settings.get(name, ""), (str, Path))}
+    texts = {"num_gpus": num_gpus, "batch_size": batch_size, "lr": lr, "num_epochs": num_epochs}
+    named = _config_settings({**texts, **settings})
+    is_function = "optimizer" in objects and not hasattr(objects["optimizer"], "param_groups")
+    if is_function and any(named.get(name) for name in ("learning_rate", "momentum", "weight_decay")):
+        raise ConfigError("The optimizer is made by a function: set learning rate, momentum and weight decay there.")
+    result = run(RunConfig(**named), UserObjects(**objects, **only_objects), quiet=quiet, resume=resume)
     if not quiet and prints_result():
         print(result.lines())
     return result
 
 
 def _config_settings(named: dict[str, Any]) -> dict[str, Any]:
-    """The fields of `RunConfig` that were given, user objects by what a run's record calls them."""
-    given: dict[str, Any] = {}
-    called: dict[str, str] = {}
+    """The fields of `RunConfig` by name; user objects as config.json describes them."""
+    found: dict[str, Any] = {}
+    options: dict[str, str] = {}  # field -> the option that it was set by
     for option, value in named.items():
         try:
-            name = field_of({"num_gpus": "devices"}.get(option, option)).name
+            each = field_of({"num_gpus": "devices"}.get(option, option))
         except StopIteration:
             known = ", ".join(option_of(each) for each in settings_in())
             raise TypeError(f"train() got an unexpected keyword argument {option!r}. It takes: {known}.") from None
-        if value is None:
-            continue
-        if name in given:
-            raise ConfigError(f"train got both {called[name]} and {option}. Give it one of them.")
-        if name == "data" and not isinstance(value, (str, Path)):
-            value = "data given in Python"
-        elif name in OBJECTS and not isinstance(value, (str, Path)):
-            value = describe(value)
-        elif name == "devices" and isinstance(value, (list, tuple)):
-            value = ",".join(map(str, value))
+        name = each.name
+        if value is None and name in OBJECTS:
+            raise ConfigError(f"The {name} is None. Leave it out for the default, or give {OBJECTS[name]}.")
+        if value is None and (name == "devices" or option_of(each) != name):
+            continue  # it has two names, and may be set by the other
+        if name in found:
+            raise ConfigError(f"train got both {options[name]} and {option}. Give it one of them.")
+        if name in OBJECTS and not isinstance(value, (str, Path)):
+            value = "data given in Python" if name == "data" else describe(value)
         elif name == "devices" and not isinstance(value, int):
-            value = str(value)  # also a device of the framework
-        given[name], called[name] = value, option
-    return given
-
-
-def _check_objects(objects: dict[str, Any], given: dict[str, Any]) -> None:
-    for name in ("model", "data", "loss", "optimizer"):
-        if name in objects and objects[name] is None:
-            raise ConfigError(f"The {name} is None. Leave it out for the default, or give {WHAT[name]}.")
-    optimizer = objects.get("optimizer", "")
-    is_function = not isinstance(optimizer, str) and not hasattr(optimizer, "param_groups")
-    if is_function and any(given.get(name) for name in ("learning_rate", "momentum", "weight_decay")):
-        raise ConfigError(
-            "The optimizer is made by a function: give it the learning rate, momentum and weight decay there."
-        )
+            value = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+        found[name], options[name] = value, option
+    return found
 
 
 def _full_signature() -> inspect.Signature:
     """The signature with every setting, as `help(lockstep.train)` shows it."""
     own = list(inspect.signature(train).parameters.values())[:-1]
-    options = [(option_of(each), each) for each in settings_in()]
+    options = [(option_of(each), each.default, TYPES[each.name]) for each in settings_in()]
     added = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=TYPES[each.name])
-        for name, each in options
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        for name, default, annotation in [*options, *((name, None, Any) for name in ONLY_OBJECTS)]
         if name not in {parameter.name for parameter in own}
     ]
-    for name in ("scheduler", "metrics"):
-        added.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Any))
     return inspect.Signature([*own, *added], return_annotation=Result)
 
 

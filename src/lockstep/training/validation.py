@@ -1,9 +1,9 @@
-"""Validation of user objects: a module, or a function that makes one, an optimizer; before anything starts."""
+"""Validation of user objects before anything starts: module, loss, optimizer, scheduler."""
 
 import contextlib
 import copy
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,105 +19,106 @@ from lockstep.data.dataset import map_leaves
 from lockstep.data.seeded import seeded
 from lockstep.models import BuiltIn
 from lockstep.replicas.keyed_random import KeyedRandom
+from lockstep.replicas.module import TrainSpec
 from lockstep.replicas.module_state import call, copy_of, modules_in_eval_mode, put_in_eval_mode
-from lockstep.replicas.train_spec import TrainSpec
 
 
 def made_module(model: Any, data: Dataset | None, seed: int) -> nn.Module:
-    """The module, once it was found to be one that can be trained; what a function makes depends on the seed alone."""
-    if isinstance(model, nn.Module):
-        module = model
-    elif isinstance(model, BuiltIn) and data is None:
-        raise ConfigError(
-            "A model that comes with Lockstep looks at the data to find its shape, and these are loaded one by one. "
-            "Give a function that makes it: model=lambda: ResNet18(in_channels=1, num_classes=10)."
-        )
-    elif isinstance(model, BuiltIn) or callable(model):
-        make = partial(model.load(), cast(Dataset, data)) if isinstance(model, BuiltIn) else model
+    """A module that can be trained. What a function makes depends on the seed only."""
+    if isinstance(model, BuiltIn):
+        if data is None:
+            example = "model=lambda: ResNet18(in_channels=1, num_classes=10)"
+            raise ConfigError(f"{model.entry_point} needs data in memory. Give a function that makes it: {example}.")
+        model = partial(model.load(), data)
+    if not isinstance(model, nn.Module) and not callable(model):
+        kind = type(model).__name__
+        raise ConfigError(f"The model is a {kind}. Give a torch.nn.Module, or a function that makes one.")
+    module = model
+    if not isinstance(model, nn.Module):
         gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
         with seeded(seed), torch.random.fork_rng(devices=gpus):
             torch.manual_seed(seed)
-            module = call_user_function(make, "model")
-    else:
-        raise ConfigError(
-            f"The model is a {type(model).__name__}. Give a torch.nn.Module, or a function that makes one."
-        )
+            module = call_user_function(model, "model")
     if not isinstance(module, nn.Module):
         raise ConfigError(f"The function for the model gave a {type(module).__name__}. It must give a torch.nn.Module.")
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
             raise ConfigError(f"{name} has no shape yet (a lazy layer). Run one sample through the module first.")
         if tensor.is_meta:
-            raise ConfigError(f"{name} is on the device meta, and has no numbers. Make the module on the CPU.")
+            raise ConfigError(f"{name} is on the device meta, and has no values. Make the module on the CPU.")
         if isinstance(tensor, nn.Parameter) and tensor.requires_grad and tensor.dtype != torch.float32:
-            raise ConfigError(
-                f"The parameter {name} is {tensor.dtype}. Lockstep trains float32 parameters: use module.float(); for "
-                f"bfloat16 arithmetic, --precision bf16 (precision='bf16')."
-            )
+            hint = "Lockstep trains float32 parameters: use module.float(); for bfloat16 arithmetic, precision='bf16'"
+            raise ConfigError(f"The parameter {name} is {tensor.dtype}. {hint}.")
     if not any(param.requires_grad for param in module.parameters()):
         raise ConfigError(f"{type(module).__name__} has no parameter to train: none of them has requires_grad.")
     try:
         copy.deepcopy(module)
     except Exception as problem:
-        raise ConfigError(
-            f"{type(module).__name__} cannot be copied to each device: {problem}. If this is weight_norm or "
-            f"spectral_norm, use those of torch.nn.utils.parametrizations; else leave out what deepcopy cannot copy."
-        ) from problem
+        hint = "Use weight_norm and spectral_norm of torch.nn.utils.parametrizations; remove what deepcopy cannot copy"
+        raise ConfigError(f"{type(module).__name__} cannot be copied to each device: {problem}. {hint}.") from problem
     return module
 
 
-def check_optimizer(spec: TrainSpec) -> None:
-    """What the functions for optimizer and scheduler refuse, they refuse now, on copies."""
+def check_objects(config: RunConfig, spec: TrainSpec) -> None:
+    """Checks the loss, and makes the optimizer and the scheduler once, of copies of the parameters."""
+    loss: Any = spec.loss
+    scheduler: Any = spec.scheduler
+    if isinstance(loss, type):
+        raise ConfigError(f"The loss is the class {loss.__name__}. Make one: {loss.__name__}(reduction='none').")
+    if isinstance(loss, nn.Module) and any(param.requires_grad for param in loss.parameters()):
+        raise ConfigError("The loss has parameters of its own, which are not trained. Make them part of the model.")
+    if scheduler is not None and (config.schedule != "constant" or config.warmup):
+        raise ConfigError("There is a scheduler, and a schedule or a warm-up too. Give one of them.")
+    if scheduler is not None and not callable(scheduler):
+        hint = "Give a function that makes one of an optimizer, scheduler=lambda optimizer: ..., or a name as schedule="
+        raise ConfigError(f"The scheduler is a {type(scheduler).__name__}. {hint}.")
     named = spec.module.named_parameters()
     copies = [(name, nn.Parameter(param.detach().clone())) for name, param in named if param.requires_grad]
     optimizer = call_user_function(spec.optimizer, "optimizer", copies)
-    if spec.scheduler is not None:
-        scheduler = call_user_function(spec.scheduler, "scheduler", optimizer)
-        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) or not hasattr(scheduler, "step"):
-            raise ConfigError(
-                f"The scheduler is a {type(scheduler).__name__}. It is stepped after every update, without a metric: "
-                f"use one of the others of torch.optim.lr_scheduler."
-            )
+    if scheduler is not None:
+        made = call_user_function(scheduler, "scheduler", optimizer)
+        if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau) or not hasattr(made, "step"):
+            hint = "It is stepped after every update, without a metric: use another one of torch.optim.lr_scheduler"
+            raise ConfigError(f"The scheduler is a {type(made).__name__}. {hint}.")
 
 
 def check_smallest_shard(config: RunConfig, module: nn.Module, train: Any, num_train: int) -> None:
-    """Refuses shards of one sample where batch norm cannot do with one; found by trying, before anything is started."""
+    """Refuses shards of one sample where batch norm needs more, which one sample is tried on."""
     rest = num_train % config.batch_size or config.batch_size
     has_norm = any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in module.modules())
     if not has_norm or config.batch_norm == "sync" or min(rest, config.batch_size) >= 2 * config.num_shards:
         return
     try:
         with torch.no_grad(), seeded(config.seed, 0, 0, AUGMENTATION):
-            one = copy_of(module, torch.device("cpu")).train()
-            put_in_eval_mode(one, modules_in_eval_mode(module))
-            call(one, _first_sample(train))
-    except ValueError as problem:
-        if "more than 1 value per channel" not in str(problem):
-            return
+            call(_training_copy(module), _first_sample(train))
+    except Exception as problem:
+        if not isinstance(problem, ValueError) or "more than 1 value per channel" not in str(problem):
+            return  # training raises it again, and names the rank and the line
         fewer = f"fewer shards (--shards {rest // 2}), " if rest > 1 else ""
         raise ConfigError(
             f"Some shards have one sample only, which is too few for batch norm ({problem}): {num_train} samples in "
             f"batches of {config.batch_size} leave a batch of {rest} for {config.num_shards} shards. Use {fewer}"
             f"another batch size, or the whole batch's statistics (--batch-norm sync)."
         ) from problem
-    except Exception:  # whatever else is wrong with the model is said when it is trained, with the rank and the line
-        return
 
 
 def check_compilable(config: RunConfig, module: nn.Module, train: Any) -> None:
-    """Refuses to compile a model that draws random numbers; found by trying, before anything is started."""
+    """Refuses to compile a model that draws random numbers, which two samples are tried on."""
     if config.batch_norm == "sync":
         raise ConfigError("A compiled model cannot wait for statistics of the whole batch. Leave --compile out.")
-    random = KeyedRandom(torch.device("cpu"))
-    one = copy_of(module, torch.device("cpu")).train()
-    put_in_eval_mode(one, modules_in_eval_mode(module))
+    random, copied = KeyedRandom(torch.device("cpu")), _training_copy(module)
     with contextlib.suppress(Exception), torch.no_grad(), random.start(config.seed):
-        call(one, map_leaves(_first_sample(train), lambda tensor: torch.cat([tensor, tensor])))
+        call(copied, map_leaves(_first_sample(train), lambda tensor: torch.cat([tensor, tensor])))
     if random.has_drawn:
-        raise ConfigError(
-            "The model draws random numbers (dropout?), which a compiled model takes from the order of its work: the "
-            "weights would depend on the number of devices. Leave --compile out, or the dropout."
-        )
+        why = "compiled, it draws them in the order of execution, and the weights depend on the number of devices"
+        raise ConfigError(f"The model draws random numbers (dropout?): {why}. Leave --compile out, or the dropout.")
+
+
+def _training_copy(module: nn.Module) -> nn.Module:
+    """A copy in training mode, except for parts that the user has put into evaluation mode."""
+    copied = copy_of(module, torch.device("cpu")).train()
+    put_in_eval_mode(copied, modules_in_eval_mode(module))
+    return copied
 
 
 def _first_sample(train: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Weights from a file, checked against the model that they are for."""
+"""Weights from a file, checked against the model."""
 
 from pathlib import Path
 
@@ -7,17 +7,14 @@ from lockstep.core.layout import Array
 
 
 def checked_weights(expected: dict[str, Array], found: dict[str, Array], file: Path, model: str) -> dict[str, Array]:
-    """The weights in model order, once names, shapes and types were found to be the model's."""
+    """The weights in model order; names, shapes and dtypes must be those of the model."""
     if set(found) != set(expected):
-        raise ConfigError(
-            f"{file} has {_few(sorted(found)) or 'no tensors'}, and {model} needs {_few(list(expected))}."
-        )
+        names = _few(sorted(found)) or "no tensors"
+        raise ConfigError(f"{file} has {names}, and {model} needs {_few(list(expected))}.")
     for name, array in expected.items():
-        if found[name].shape != array.shape or found[name].dtype != array.dtype:
-            raise ConfigError(
-                f"{file}: {name} is {found[name].dtype} of shape {found[name].shape}, and "
-                f"{model} needs {array.dtype} of shape {array.shape}."
-            )
+        needed, has = (f"{each.dtype} of shape {each.shape}" for each in (array, found[name]))
+        if has != needed:
+            raise ConfigError(f"{file}: {name} is {has}, and {model} needs {needed}.")
     return {name: found[name] for name in expected}
 
 

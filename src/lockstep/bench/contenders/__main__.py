@@ -1,38 +1,36 @@
-"""One process of a contender: it sets itself up, then runs a trial for each line on its standard input."""
+"""One process of a contender: sets it up, then executes the commands that arrive on standard input."""
 
 import json
 import os
 import sys
-from typing import Any
+from functools import partial
 
-from lockstep.bench.contenders import CONTENDERS, EXCHANGE, Place
-from lockstep.bench.work import Work
+from lockstep.bench.contenders import CONTENDERS, EXCHANGES, ContenderRank
+from lockstep.bench.workload import Workload
 from lockstep.core.child_process import die_with
 from lockstep.core.errors import LockstepError
 
 
 def main() -> int:
-    """Answers until standard input ends; gives the exit status."""
-    order = json.loads(sys.argv[1])
-    die_with(order["parent"])
+    """Answers commands until standard input ends; the exit status."""
+    setup = json.loads(sys.argv[1])
+    die_with(setup["parent"])
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print is not an answer
-
-    def answer(said: dict[str, Any]) -> None:
-        answers.write(json.dumps(said) + "\n")
-        answers.flush()
-
+    answer = partial(print, file=answers, flush=True)
     try:
-        contender = CONTENDERS.get(order["name"], EXCHANGE)
-        runner = contender.make(Work(**order["work"]), Place(*order["place"]))
-        answer({"ready": True})
+        contender = CONTENDERS.get(setup["name"], EXCHANGES)
+        runner = contender.make(Workload(**setup["workload"]), ContenderRank(*setup["rank"]))
         for line in sys.stdin:
-            asked = json.loads(line)
-            answer(getattr(runner, asked["do"])(**asked["with"]))
+            request = json.loads(line)
+            is_ready = request["command"] == "ready"
+            fields = {"ready": True} if is_ready else getattr(runner, request["command"])(**request["arguments"])
+            answer(json.dumps(fields))
         runner.close()
     except Exception as problem:
-        said = (str(problem).splitlines() or [""])[0]
-        answer({"problem": said if isinstance(problem, LockstepError) else f"{type(problem).__name__}: {said}"})
+        message = (str(problem).splitlines() or [""])[0]
+        kind = "" if isinstance(problem, LockstepError) else f"{type(problem).__name__}: "
+        answer(json.dumps({"problem": f"{kind}{message}"}))
         return 1
     return 0
 

@@ -1,15 +1,16 @@
-"""The exchanges as our own step does them, and torch.distributed.all_reduce, in the same two processes."""
+"""Our exchanges, as a step runs them, and torch.distributed.all_reduce, in the same processes."""
 
 import time
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lockstep.backends import load_backend
-from lockstep.bench.contenders import Place
-from lockstep.bench.contenders.peer import MEETING_SECONDS, join, meet
-from lockstep.bench.work import Work
+from lockstep.bench.contenders import ContenderRank
+from lockstep.bench.contenders.distributed import TIMEOUT_SECONDS, barrier, init_process_group
+from lockstep.bench.workload import Workload
 from lockstep.core.device import Device
 from lockstep.parallel.data import DataParallel, data_parallel
 from lockstep.partition.buckets import BUCKET_MB, bucket_ranges
@@ -25,67 +26,54 @@ ALL_REDUCE = "all_reduce"
 
 
 class Exchanges:
-    """A rank that holds the gradient of one shard, made up, and exchanges it again and again."""
+    """A rank that exchanges a random vector, as if it were the gradient of its only shard."""
 
-    def __init__(self, work: Work, place: Place) -> None:
-        self._where = join(work, place)
-        store = prefix_store(f"{place.name}/ours", join_store(LOOPBACK, place.port, MEETING_SECONDS))
-        self._devices = [Device(name) for name in work.devices]
-        group = ProcessGroup(store, place.rank, self._devices, LOOPBACK, MEETING_SECONDS)
+    def __init__(self, workload: Workload, rank: ContenderRank) -> None:
+        self._device = init_process_group(rank)
+        store = prefix_store(f"{rank.store_prefix}/ours", join_store(LOOPBACK, rank.store_port, TIMEOUT_SECONDS))
+        self._rank, self._devices = rank.rank, [Device(name) for name in workload.devices]
+        group = ProcessGroup(store, rank.rank, self._devices, LOOPBACK, TIMEOUT_SECONDS)
         self._engine = Processes(load_backend("torch"), self._devices, group)
         self._engine.__enter__()
-        self._rank = place.rank
-        self._interpreters: dict[tuple[str, int], Interpreter] = {}
+        self._interpreter = lru_cache(maxsize=4)(self._new_interpreter)  # as in a run: its memory is allocated once
 
-    def warm_up(self, method: str, num_bytes: int) -> dict[str, Any]:
-        """Exchanges once, and looks if the sum is right."""
-        found, wanted = self._exchanged(method, num_bytes), self._exchanged(ALL_REDUCE, num_bytes)
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    def warm_up(self, num_steps: int, exchange: str, num_bytes: int) -> dict[str, Any]:
+        """Checks the sum too."""
+        for _ in range(num_steps):
+            (_, total), (_, expected) = self._exchange(exchange, num_bytes), self._exchange(ALL_REDUCE, num_bytes)
+            torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)
         return {"chosen": ""}
 
-    def run(self, method: str, num_bytes: int, num_steps: int) -> dict[str, Any]:
-        seconds = 0.0
-        for _ in range(num_steps):
-            seconds += self._timed(method, num_bytes)[0]
-        return {"seconds": seconds}
+    def run(self, num_steps: int, exchange: str, num_bytes: int) -> dict[str, Any]:
+        return {"seconds": sum(self._exchange(exchange, num_bytes)[0] for _ in range(num_steps))}
 
-    def _exchanged(self, method: str, num_bytes: int) -> torch.Tensor:
-        return self._timed(method, num_bytes)[1]
-
-    def _timed(self, method: str, num_bytes: int) -> tuple[float, torch.Tensor]:
-        made = torch.Generator().manual_seed(self._rank)
-        vector = torch.rand(num_bytes // 4, generator=made).to(self._where)
-        interpreter = None if method == ALL_REDUCE else self._interpreter(method, len(vector))
-        meet(self._where)
+    def _exchange(self, exchange: str, num_bytes: int) -> tuple[float, Any]:
+        """The seconds it takes, and the sum."""
+        generator = torch.Generator().manual_seed(self._rank)
+        vector = torch.rand(num_bytes // 4, generator=generator).to(self._device)
+        interpreter = None if exchange == ALL_REDUCE else self._interpreter(exchange, len(vector))
+        barrier(self._device)
         began = time.perf_counter()
         if interpreter is None:
             dist.all_reduce(vector)
-        else:
-            vector = self._sum(interpreter, vector)
-        meet(self._where)
-        return time.perf_counter() - began, vector
+            total = vector
+        else:  # as after the backward pass: all buckets are ready
+            interpreter.hold(Partial(Node(self._rank, 1), range(len(vector))), vector)
+            for instruction in interpreter.program.exchange:
+                if not isinstance(instruction, WaitForBackward):
+                    interpreter.execute(instruction)
+            interpreter.hold_total()
+            total = interpreter.total
+        barrier(self._device)
+        return time.perf_counter() - began, total
 
-    def _interpreter(self, method: str, size: int) -> Interpreter:
-        """A run has one, and its memory is there from the step before."""
-        key = method, size
-        if key not in self._interpreters:
-            self._interpreters = {known: one for known, one in self._interpreters.items() if known[1] == size}
-            num_ranks, entries = len(self._devices), range(size)
-            shards = tuple(split_over_ranks(num_ranks, num_ranks))
-            split = DataParallel(shards, entries, bucket_ranges(entries, BUCKET_MB, num_ranks), method)
-            self._interpreters[key] = self._engine.interpreter(data_parallel(split))
-        return self._interpreters[key]
-
-    def _sum(self, interpreter: Interpreter, vector: torch.Tensor) -> Any:
-        """As after backward: all buckets are there at once."""
-        interpreter.hold(Partial(Node(self._rank, 1), range(len(vector))), vector)
-        for instruction in interpreter.program.exchange:
-            if not isinstance(instruction, WaitForBackward):
-                interpreter.execute(instruction)
-        interpreter.hold_total()
-        return interpreter.total
+    def _new_interpreter(self, exchange: str, size: int) -> Interpreter:
+        num_ranks, entries = len(self._devices), range(size)
+        shards = tuple(split_over_ranks(num_ranks, num_ranks))
+        split = DataParallel(shards, entries, bucket_ranges(entries, BUCKET_MB, num_ranks), exchange)
+        return self._engine.interpreter(data_parallel(split))
 
     def close(self) -> None:
-        meet(self._where)
+        barrier(self._device)
         self._engine.close()
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The text's program: a replica for each device in one process, gradients added up on the first, and copied back."""
+"""The text's program: a replica for each device in one process, gradients added on the first and copied back."""
 
 import copy
 import time
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from lockstep.backends.torch import torch_device
-from lockstep.bench.contenders import Place
-from lockstep.bench.contenders.feeds import Batches, in_memory, loaded
+from lockstep.bench.contenders import ContenderRank
+from lockstep.bench.contenders.batches import Batches, from_loader, from_memory
 from lockstep.bench.contenders.models import loss_sum, module_for, set_precision
-from lockstep.bench.work import Work, samples_of
+from lockstep.bench.workload import Workload, load_samples
 from lockstep.core.device import Device
 from lockstep.data import Dataset
 
@@ -22,12 +22,13 @@ NUM_WORKERS = 4  # the text's
 class Text:
     """Replicas of a module, and the text's step on them."""
 
-    def __init__(self, work: Work, data: Dataset, places: list[torch.device], batches: Batches) -> None:
-        set_precision(work.precision)
-        self._work, self._places, self._batches = work, places, batches
-        self._steps_of_epoch = data.num_train // work.batch_size
-        module = module_for(work, data)
-        self._replicas = [copy.deepcopy(module).to(place) for place in places]
+    def __init__(self, workload: Workload, data: Dataset, batches: Batches) -> None:
+        set_precision(workload.precision)
+        self._workload, self._batches = workload, batches
+        self._devices = [torch_device(Device(name)) for name in workload.devices]
+        self._steps_per_epoch = data.num_train // workload.batch_size
+        module = module_for(workload, data)
+        self._replicas = [copy.deepcopy(module).to(device) for device in self._devices]
 
     def warm_up(self, num_steps: int) -> dict[str, Any]:
         if num_steps:
@@ -37,22 +38,22 @@ class Text:
     def run(self, num_steps: int) -> dict[str, Any]:
         batches = self._batches(num_steps)
         started = time.perf_counter()
-        first = next(batches)  # a loader has started by now, which it does once in an epoch
+        first = next(batches)  # starts the DataLoader, which happens once per epoch: each step gets its share of that
         began = time.perf_counter()
         for X, y in chain([first], batches):
             losses = self._train_batch(X, y)
-            if self._work.is_on_gpu:
+            if self._workload.is_on_gpu:
                 torch.cuda.synchronize()
-        seconds = time.perf_counter() - began + (began - started) * num_steps / self._steps_of_epoch
-        return {"seconds": seconds, "loss": sum(map(float, losses)) / self._work.batch_size}
+        seconds = time.perf_counter() - began + (began - started) * num_steps / self._steps_per_epoch
+        return {"seconds": seconds, "loss": sum(map(float, losses)) / self._workload.batch_size}
 
     def _train_batch(self, X: Tensor, y: Tensor) -> list[Tensor]:
-        parts = zip(X.chunk(len(self._places)), y.chunk(len(self._places)), self._places, strict=True)
+        parts = zip(X.chunk(len(self._devices)), y.chunk(len(self._devices)), self._devices, strict=True)
         losses = []
-        for replica, (X_part, y_part, place) in zip(self._replicas, parts, strict=True):
-            with torch.autocast(place.type, torch.bfloat16, enabled=self._work.precision == "bf16"):
-                scores = replica(X_part.to(place))
-            losses.append(loss_sum(scores, y_part.to(place)))
+        for replica, (X_part, y_part, device) in zip(self._replicas, parts, strict=True):
+            with torch.autocast(device.type, torch.bfloat16, enabled=self._workload.precision == "bf16"):
+                scores = replica(X_part.to(device))
+            losses.append(loss_sum(scores, y_part.to(device)))
         for loss in losses:
             loss.backward()
         params_of_each = [list(replica.parameters()) for replica in self._replicas]
@@ -61,12 +62,12 @@ class Text:
                 allreduce([param.grad for param in same])
             for params in params_of_each:
                 for param in params:
-                    param -= self._work.learning_rate * param.grad / self._work.batch_size
+                    param -= self._workload.learning_rate * param.grad / self._workload.batch_size
                     param.grad.zero_()
         return losses
 
     def close(self) -> None:
-        """The loader's processes end with this one."""
+        """The DataLoader's workers end with this process."""
 
 
 def allreduce(gradients: list[Any]) -> None:
@@ -77,18 +78,13 @@ def allreduce(gradients: list[Any]) -> None:
         other.copy_(gradients[0])
 
 
-def text(work: Work, place: Place) -> Text:
-    """As published: its loader starts its processes anew in every epoch."""
-    data = samples_of(work)
-    batches = loaded(work, data, range(work.batch_size), NUM_WORKERS, stays=False, pin_memory=False)
-    return Text(work, data, _places(work), batches)
+def text(workload: Workload, rank: ContenderRank) -> Text:
+    """As published: its DataLoader starts new workers in every epoch."""
+    data = load_samples(workload)
+    return Text(workload, data, from_loader(workload, data, range(workload.batch_size), num_workers=NUM_WORKERS))
 
 
-def text_in_memory(work: Work, place: Place) -> Text:
+def text_in_memory(workload: Workload, rank: ContenderRank) -> Text:
     """With all samples on the first device."""
-    data, places = samples_of(work), _places(work)
-    return Text(work, data, places, in_memory(work, data, range(work.batch_size), places[0]))
-
-
-def _places(work: Work) -> list[torch.device]:
-    return [torch_device(Device(name)) for name in work.devices]
+    data, device = load_samples(workload), torch_device(Device(workload.devices[0]))
+    return Text(workload, data, from_memory(workload, data, range(workload.batch_size), device))

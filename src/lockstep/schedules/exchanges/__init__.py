@@ -25,4 +25,5 @@ KEEPS_THE_TREE = frozenset({"gather", "sharded", "tree"})  # the others add in a
 @cache
 def collective_for(name: str, ranges: tuple[range, ...]) -> Collective:
     """The all-reduce called `name` when rank r has the shards `ranges[r]`."""
-    return pick(EXCHANGES, name, "exchange")(ranges)
+    collective = pick(EXCHANGES, name, "exchange")(ranges)
+    return collective._replace(rounds=tuple(r for r in collective.rounds if r.transfers or r.additions))

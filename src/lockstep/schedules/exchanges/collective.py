@@ -124,8 +124,3 @@ def pipelined(num_buckets: int, num_rounds: int) -> list[tuple[int, int]]:
     """
     both = [(bucket, round_) for bucket in range(num_buckets) for round_ in range(num_rounds + 1)]
     return sorted(both, key=lambda entry: (entry[0] + 2 * entry[1], entry[1]))
-
-
-def without_empty_rounds(rounds: list[Round]) -> tuple[Round, ...]:
-    """The rounds in which something happens."""
-    return tuple(r for r in rounds if r.transfers or r.additions)

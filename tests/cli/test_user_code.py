@@ -44,7 +44,7 @@ MINE = ("--model", "own_file:make_model", "--data", "own_file:make_data", "--bat
 HOW = ("--optimizer", "adamw", "--lr", "1e-3", "--weight-decay", "0.01", "--warmup", 3, "--schedule", "cosine")
 
 
-def test_an_own_model_and_data_train_the_same_on_any_devices_and_are_evaluated_again(own, tmp_path):
+def test_a_users_model_and_data_train_the_same_on_any_devices_and_are_evaluated_again(own, tmp_path):
     answers = [
         own("train", *MINE, *HOW, "--epochs", 2, "--devices", k, "--out", f"run{k}", "--json") for k in (1, 2, 4)
     ]
@@ -60,7 +60,7 @@ def test_an_own_model_and_data_train_the_same_on_any_devices_and_are_evaluated_a
     assert again[0].json["weights_sha256"] == answers[0].json["weights_sha256"]
 
 
-def test_a_record_does_not_decide_what_code_is_run(own, tmp_path):
+def test_a_runs_record_does_not_decide_what_code_is_run(own, tmp_path):
     own("train", *MINE, "--epochs", 1, "--out", "run")
     refused = own("evaluate", "run")
     assert refused.status == 2
@@ -76,7 +76,7 @@ def test_a_record_does_not_decide_what_code_is_run(own, tmp_path):
     assert not (tmp_path / "broken-in").exists()
 
 
-def test_loss_and_optimizer_of_ones_own(own):
+def test_a_users_loss_and_optimizer(own):
     answer = own("train", *MINE, "--loss", "own_file:smooth", "--optimizer", "own_file:adam", "--epochs", 1, "--json")
     assert answer.status == 0, answer.err
     assert answer.json["test_accuracy"] is None
@@ -96,26 +96,29 @@ def test_loss_and_optimizer_of_ones_own(own):
         (("--model", "own_file:make_modle"), "own_file has no make_modle for the model. Did you mean 'make_model'?"),
         (
             ("--optimizer", "own_file:adam", "--lr", "0.1"),
-            "The optimizer is made by own_file:adam: give it the learning",
+            "The optimizer is made by own_file:adam: set the learning rate",
         ),
         (
             ("--data", "own_file:fails"),
             "The function for the data failed: FileNotFoundError: [Errno 2] No such file or",
         ),
         (("--optimizer", "adamm"), "There is no optimizer called 'adamm'. Did you mean 'adam'?"),
-        (("--schedule", "cosin"), "There is no schedule called 'cosin'. Did you mean 'cosine'?"),
-        (("--momentum", "1.5"), "A momentum of 1.5 does not settle."),
+        (
+            ("--schedule", "cosin"),
+            "There is no schedule called 'cosin'. Did you mean 'cosine'? There are: constant, cosine, linear (--sch",
+        ),
+        (("--momentum", "1.5"), "momentum must be at least 0 and less than 1, got 1.5 (--momentum)."),
         (("--optimizer", "adam", "--momentum", "0.5"), "Momentum belongs to sgd, and the optimizer is adam."),
-        (("--weight-decay", "-1"), "A weight decay of -1 is none."),
-        (("--clip-norm", "0"), "Gradients cannot be clipped to a norm of 0."),
-        (("--warmup", "-1"), "A warm-up of -1 steps cannot be."),
-        (("--workers", "-1"), "-1 workers cannot load samples."),
-        (("--precision", "fp8"), "There is no precision called 'fp8'."),
-        (("--batch-norm", "global"), "There is no kind of batch norm called 'global'."),
+        (("--weight-decay", "-1"), "weight decay must be at least 0, got -1.0 (--weight-decay)."),
+        (("--clip-norm", "0"), "clip norm must be more than 0, got 0.0 (--clip-norm)."),
+        (("--warmup", "-1"), "warmup must be at least 0, got -1 (--warmup)."),
+        (("--workers", "-1"), "workers must be at least 0 and at most 256, got -1 (--workers)."),
+        (("--precision", "fp8"), "There is no precision called 'fp8'. There are: bf16, fp32, tf32 (--precision)."),
+        (("--batch-norm", "global"), "There is no batch norm called 'global'. There are: shard, sync (--batch-norm)."),
         (("--backend", "numpy"), "own_file:make_model is a module of torch, and the backend is numpy."),
     ],
 )
-def test_what_cannot_be_is_status_2_in_one_line_and_nothing_is_written(own, tmp_path, arguments, sentence):
+def test_wrong_settings_are_status_2_in_one_line_and_nothing_is_written(own, tmp_path, arguments, sentence):
     answer = own("train", *MINE, "--epochs", 1, *arguments)
     assert answer.status == 2
     assert answer.err.startswith(f"lockstep: {sentence}")
@@ -165,8 +168,8 @@ def test_lenet_in_every_framework_has_the_same_optimizers(lockstep, few, optimiz
         assert answers[0].json["weights_sha256"] == answers[1].json["weights_sha256"]
 
 
-def test_what_lenet_does_not_know_is_said(lockstep, few):
+def test_settings_that_lenet_does_not_have_are_refused(lockstep, few):
     for option, value in (("--batch-norm", "sync"), ("--precision", "bf16"), ("--loss", "mse")):
         answer = lockstep("train", "--data", few, "--batch-size", 8, option, value)
         assert answer.status == 2
-        assert f"lenet is written for every framework, and knows no {option} {value}." in answer.err
+        assert f"lenet is written for every framework and has no {option} {value}." in answer.err

@@ -1,4 +1,4 @@
-"""Real contenders on a little work: all compute the same, a failure stays its own, and nothing is left behind."""
+"""Real contenders on a small workload: the same losses, failures that do not stop the others, no process left."""
 
 import json
 import os
@@ -11,15 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.bench import rounds
+from lockstep.bench import measure
 from lockstep.bench.contenders import CONTENDERS
-from lockstep.bench.processes import ContenderFailed, Running
-from lockstep.bench.rounds import measure_exchanges, measure_model
-from lockstep.bench.work import Work
+from lockstep.bench.measure import Measurement, measure_exchanges, measure_model
+from lockstep.bench.processes import ContenderFailed, ContenderProcesses
+from lockstep.bench.tables import Row
+from lockstep.bench.workload import Workload
 from lockstep.core.device import Device
 
-# A few samples and a large rate: the second loss depends on the first update of every weight of the last layer.
-WORK = Work(
+# Few samples and a large learning rate: each loss shows whether the updates before it were right.
+WORKLOAD = Workload(
     model="lenet",
     devices=("cpu:0", "cpu:1"),
     batch_size=16,
@@ -29,15 +30,15 @@ WORK = Work(
     data="fashion-mnist-mini",
 )
 OTHERS = ["text", "text-in-memory", "ddp", "ddp-best", "fabric", "accelerate"]
-HERE = [name for name in OTHERS if not CONTENDERS[name].problem()]
+INSTALLED = [name for name in OTHERS if not CONTENDERS[name].problem()]
 
 
-def below(process):
-    """All processes that were started by this one, or by those, and have not ended."""
+def descendants(process):
+    """The running processes that were started by this one, or by those."""
     found = []
     for task in Path(f"/proc/{process}/task").glob("*/children"):
         for child in task.read_text().split():
-            found += [child, *below(child)]
+            found += [child, *descendants(child)]
     return [p for p in found if is_alive(p)]
 
 
@@ -58,7 +59,7 @@ def wait_until(condition, seconds=30):
 @pytest.fixture(scope="module")
 def table():
     """Three trials of one step each."""
-    return measure_model(WORK, [], ["lockstep", "lockstep-1-device", *HERE], 3, lambda line: None)
+    return measure_model(WORKLOAD, [], ["lockstep", "lockstep-1-device", *INSTALLED], 3, lambda line: None)
 
 
 @pytest.fixture(scope="module")
@@ -66,99 +67,125 @@ def losses(table):
     return {row.name: row.losses for row in table.rows if not row.problem}
 
 
-def test_everybody_was_measured(table):
+@pytest.mark.long
+def test_every_contender_is_measured(table):
     assert {row.name: row.problem for row in table.rows if row.problem} == {}
     assert all(len(row.seconds) == 3 and min(row.seconds) > 0 for row in table.rows)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", OTHERS)
-def test_others_compute_what_we_compute(losses, name):
-    if name not in HERE:
+def test_the_others_compute_the_same_losses(losses, name):
+    if name not in INSTALLED:
         pytest.skip(f"{name} is {CONTENDERS[name].problem()}")
     assert losses[name] == pytest.approx(losses["lockstep"], abs=1e-4)
 
 
-def test_the_losses_tell_updates_apart(losses):
+@pytest.mark.long
+def test_each_update_changes_the_loss(losses):
     first, second, third = losses["lockstep"]
     assert abs(first - second) > 1e-3
     assert abs(second - third) > 1e-3
 
 
+@pytest.mark.long
 def test_one_device_and_two_have_the_same_weights(table):
     ours, one = table.rows[:2]
     assert ours.weights_sha256 == one.weights_sha256
     assert any("bit for bit" in note for note in table.notes)
 
 
-def test_nothing_is_left_behind(table):
-    assert wait_until(lambda: not below(os.getpid()))
+@pytest.mark.long
+def test_no_process_is_left(table):
+    assert wait_until(lambda: not descendants(os.getpid()))
 
 
-def test_one_that_fails_or_is_missing_is_named_and_the_others_go_on(monkeypatch):
+def test_a_contender_that_fails_or_is_not_installed_does_not_stop_the_others(monkeypatch):
     missing = CONTENDERS["fabric"]._replace(packages=("surely_not_there",))
-    monkeypatch.setitem(rounds.CONTENDERS, "fabric", missing)
-    broken = Work(**{**vars(WORK), "settings": {"exchange": "rign"}})  # which only our own run has
-    said = []
-    table = measure_model(broken, [], ["lockstep", "text-in-memory", "fabric"], 1, said.append)
+    monkeypatch.setitem(measure.CONTENDERS, "fabric", missing)
+    broken = Workload(**{**vars(WORKLOAD), "settings": {"exchange": "rign"}})  # of our own run only
+    log = []
+    table = measure_model(broken, [], ["lockstep", "text-in-memory", "fabric"], 1, log.append)
     ours, text, fabric = table.rows
     assert ours.problem.startswith("failed: There is no exchange called 'rign'. Did you mean 'ring'?")
-    assert any("lockstep failed" in line for line in said)
+    assert any("lockstep failed" in line for line in log)
     assert (text.problem, len(text.seconds)) == ("", 1)
     assert fabric.problem == "not installed: pip install 'lockstep[bench]'"
-    assert not below(os.getpid())
+    assert not descendants(os.getpid())
 
 
-def test_one_that_dies_is_an_error_that_says_how_and_leaves_nothing():
-    running = Running("text", WORK, [Device("cpu:0")], 0, "lo")
-    try:
-        assert running.answers() == [{"ready": True}]
+@pytest.mark.long
+def test_a_contender_that_is_killed_is_an_error_with_the_signal_and_leaves_no_process():
+    with ContenderProcesses("text", WORKLOAD, [Device("cpu:0")], None) as processes:
+        assert processes.ask("ready") == [{"ready": True}]
         with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(running.ask, "run", num_steps=10_000)
-            assert wait_until(lambda: len(below(os.getpid())) > 1)  # the loader has processes too
-            (process, *loaders) = below(os.getpid())
+            answer = pool.submit(processes.ask, "run", num_steps=10_000)
+            assert wait_until(lambda: len(descendants(os.getpid())) > 1)  # with the workers of the DataLoader
+            (process, *workers) = descendants(os.getpid())
             os.kill(int(process), signal.SIGKILL)
             with pytest.raises(ContenderFailed, match=r"ended by signal 9 \(Killed\)"):
                 answer.result()
-    finally:
-        running.kill()
-    # at once: left alone, they would notice after some seconds
-    assert wait_until(lambda: not any(map(is_alive, [process, *loaders])), seconds=2)
+        processes.close()
+        # by themselves, the workers would exit after some seconds
+        assert wait_until(lambda: not any(map(is_alive, [process, *workers])), seconds=2)
+
+
+class FailsAtSecondTrial:
+    """Processes that fail at their second trial."""
+
+    def __init__(self):
+        self.num_trials, self.is_closed = 0, False
+
+    def ask(self, command, **arguments):
+        self.num_trials += command == "run"
+        if self.num_trials == 2:
+            raise ContenderFailed("out of memory")
+        return [{"chosen": "", "seconds": 1.0}]
+
+    def close(self):
+        self.is_closed = True
+
+
+def test_rows_that_share_processes_fail_together():
+    shared, other = FailsAtSecondTrial(), FailsAtSecondTrial()
+    other.num_trials = 10
+    rows = {name: Row(name) for name in ("ring", "other", "tree")}
+    measurement = Measurement("exchanges", rows, {"ring": shared, "other": other, "tree": shared}, lambda line: None)
+    measurement.run_trials(num_trials=3, num_warmup=1, num_steps=2)
+    assert rows["ring"].problem == rows["tree"].problem == "failed: out of memory"
+    assert (rows["other"].problem, rows["other"].seconds) == ("", [0.5, 0.5, 0.5])
+    assert shared.is_closed
+    assert not other.is_closed
 
 
 def test_every_exchange_is_measured_and_gives_the_sum():
     (table,) = measure_exchanges([Device("cpu:0")], 2, lambda line: None, sizes={4000: 2})
     assert [row.name for row in table.rows] == ["all_reduce", "sharded", "gather", "tree", "ring"]
-    assert {row.problem for row in table.rows} == {""}, "a contender looks itself if the sum is right"
+    assert {row.problem for row in table.rows} == {""}, "a contender checks the sum itself"
     assert all(len(row.seconds) == 2 for row in table.rows)
 
 
-def test_the_command_prints_the_record_and_writes_it(lockstep, tmp_path):
+@pytest.mark.long
+def test_the_command_prints_the_result_and_appends_it(lockstep, tmp_path):
     answer = lockstep(
         *("bench", "--models", "lenet", "--data", "fashion-mnist-mini", "--devices", "2", "--steps", "1"),
         *("--trials", "2", "--only", "text-in-memory", "--no-exchanges", "--out", tmp_path / "out", "--json"),
     )
     assert answer.status == 0, answer.err
-    record = answer.json
-    assert record == json.loads((tmp_path / "out" / "bench-cpu.json").read_text())
+    result = answer.json
+    assert result == json.loads((tmp_path / "out" / "bench-cpu.jsonl").read_text())
     assert (tmp_path / "out" / "bench-cpu.png").read_bytes().startswith(b"\x89PNG")
-    assert {"command", "date", "machine", "device", "versions", "tables"} == set(record)
-    (table,) = record["tables"]
+    assert {"commit", "date", "command", "machine", "versions", "device", "tables"} == set(result)
+    (table,) = result["tables"]
     assert [row["name"] for row in table["rows"]] == ["lockstep", "text-in-memory"]
     assert all(len(row["seconds"]) == 2 for row in table["rows"])
     assert table["settings"]["devices"] == ["cpu:0", "cpu:1"]
     assert "lenet: trial 2 of 2" in answer.err
 
 
-@pytest.mark.parametrize("arguments", [["--trials", "0"], ["--models", "", "--no-exchanges"], ["--set", "what"]])
-def test_the_impossible_is_refused_at_once(lockstep, arguments, tmp_path):
-    answer = lockstep("bench", "--data", "fashion-mnist-mini", *arguments)
-    assert answer.status == 2
-    assert answer.err.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
-
-
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_when_it_is_ended_everything_ends(number, tmp_path):
+def test_no_process_is_left_when_the_command_is_interrupted_or_killed(number, tmp_path):
     command = [sys.executable, "-m", "lockstep", "bench", "--models", "lenet", "--data", "fashion-mnist-mini"]
     command += ["--devices", "2", "--only", "ddp", "--trials", "1000", "--no-exchanges"]
     with subprocess.Popen(
@@ -166,14 +193,14 @@ def test_when_it_is_ended_everything_ends(number, tmp_path):
         cwd=tmp_path,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell has its background ignore it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job of a shell ignores it
     ) as process:
         try:
             assert process.stderr is not None
             assert any("warming up ddp" in line for line in process.stderr)
-            started = below(process.pid)
+            started = descendants(process.pid)
             assert len(started) >= 3
-            os.kill(int(started[0]), signal.SIGSTOP)  # one that hangs, and does not notice by itself
+            os.kill(int(started[0]), signal.SIGSTOP)  # one that hangs, and would not exit by itself
             process.send_signal(number)
             assert process.wait(timeout=30) == (130 if number == signal.SIGINT else -number)
             process.stderr.close()

@@ -1,0 +1,79 @@
+"""Our own step, as `lockstep train` runs it: from settings to events."""
+
+import math
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lockstep.bench.contenders import ContenderRank
+from lockstep.bench.workload import Workload, load_samples
+from lockstep.core.device import Device
+from lockstep.core.layout import sha256_of
+from lockstep.report.events import EpochDone, Incident, StepDone
+from lockstep.training.loop import ResumePoint, Training
+from lockstep.training.setup import inprocess_engine, prepare
+from lockstep.training.task import UserObjects
+
+
+class LockstepRun:
+    """A run that is advanced by the steps of one trial after the other."""
+
+    def __init__(self, workload: Workload, rank: ContenderRank) -> None:
+        data = load_samples(workload)
+        self._config = workload.config()
+        self._prepared = prepare(self._config, UserObjects(data=(data.X_train, data.y_train)))
+        self._gpus = {Device(name).number for name in workload.devices} if workload.is_on_gpu else set()
+        self._engine = inprocess_engine(self._config, self._prepared)
+        self._engine.__enter__()
+        self._training = Training(self._config, self._prepared, self._engine, ResumePoint())
+        self._events = self._training.events()
+        self._incidents: list[str] = []
+
+    def warm_up(self, num_steps: int) -> dict[str, Any]:
+        self._advance(num_steps)
+        return {"chosen": "; ".join(self._incidents)}
+
+    def run(self, num_steps: int) -> dict[str, Any]:
+        self._synchronize()  # steps in flight were started by the trial before; as many are in flight at the end
+        began = time.perf_counter()
+        self._advance(num_steps)
+        self._synchronize()
+        seconds = time.perf_counter() - began
+        losses = self._training.progress.losses[-self._config.num_shards :]  # of the last step's shards
+        return {"seconds": seconds, "loss": math.fsum(losses) / self._config.batch_size}
+
+    def finish(self) -> dict[str, Any]:
+        """The hash of the weights; on GPUs, where steps may be in flight, at the end of the epoch."""
+        while self._gpus and not isinstance(next(self._events), EpochDone):
+            pass
+        assert self._training.replicas is not None, "the run has started"
+        weights = self._training.replicas.weights()
+        return {"weights_sha256": sha256_of([weights[name] for name in self._prepared.task.parameters])}
+
+    def _advance(self, num_steps: int) -> None:
+        while num_steps:
+            event = next(self._events)
+            num_steps -= isinstance(event, StepDone)
+            if isinstance(event, Incident):
+                self._incidents.append(event.sentence)
+
+    def _synchronize(self) -> None:
+        for number in self._gpus:
+            torch.cuda.synchronize(number)
+
+    def close(self) -> None:
+        self._events.close()
+        self._engine.close()
+
+
+def one_device(workload: Workload, rank: ContenderRank) -> LockstepRun:
+    """The same run on the first device alone: with the same bits."""
+    return LockstepRun(replace(workload, devices=workload.devices[:1]), rank)
+
+
+def one_shard(workload: Workload, rank: ContenderRank) -> LockstepRun:
+    """Another run, in which a batch is one shard."""
+    settings = {**workload.settings, "num_shards": 1}
+    return LockstepRun(replace(workload, devices=workload.devices[:1], num_shards=1, settings=settings), rank)

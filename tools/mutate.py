@@ -1,0 +1,325 @@
+"""Breaks the code in each way below and shows the test that goes red: `make mutate`, or `python tools/mutate.py WORDS`.
+
+Every promise has breaks here. A break that no test notices is a failure of this script. With WORDS, only breaks whose
+promise or description contains one of them are tried. The working tree is not touched: a copy of it is.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+COPIED = (
+    "src",
+    "tests",
+    "docs",
+    "benchmarks",
+    "examples",
+    "pyproject.toml",
+    "conftest.py",
+    "README.md",
+    "CHANGELOG.md",
+)
+LIMIT_SECONDS = 300
+
+
+class Break(NamedTuple):
+    """One deliberate mistake."""
+
+    promise: str
+    what: str
+    file: str  # below src/lockstep
+    old: str  # stands there exactly once
+    new: str
+    tests: str  # where a test must go red
+
+
+BREAKS = [
+    Break(
+        "same bits",
+        "the tree is cut in the middle instead of at a power of two",
+        "schedules/reduction_tree.py",
+        "left = 1 << ((node.num_leaves - 1).bit_length() - 1)",
+        "left = node.num_leaves // 2",
+        "tests/schedules/test_reduction_tree.py",
+    ),
+    Break(
+        "same bits",
+        "a rank adds to the last leaf from the wrong side",
+        "parallel/data.py",
+        "for node in reversed([_rest(nodes[-1], left) for left in left_of_last_leaf(nodes[-1])])",
+        "for node in [_rest(nodes[-1], left) for left in left_of_last_leaf(nodes[-1])]",
+        "tests/schedules/test_proof.py -k 17-sharded",
+    ),
+    Break(
+        "same bits",
+        "an exchange adds what it receives first to last, not in the tree",
+        "schedules/exchanges/gather.py",
+        "tuple(Addition(0, 0, *children(node)) for node in missing_sums(known, num_shards)),",
+        "tuple(Addition(0, 0, Node(0, n), Node(n, 1)) for n in range(1, num_shards)),",
+        "tests/schedules/test_proof.py -k 'gather and 3-gather'",
+    ),
+    Break(
+        "same bits",
+        "buckets of ranks are started in different orders",
+        "schedules/exchanges/collective.py",
+        "for bucket, number in pipelined(len(buckets), len(own)):",
+        "for bucket, number in pipelined(len(buckets), len(own))[:: 1 if rank else -1]:",
+        "tests/schedules/test_proof.py -k '2-sharded'",
+    ),
+    Break(
+        "same bits",
+        "a value of the step before is taken for one of this step",
+        "runtime/interpreter.py",
+        "self._held, self.total = {}, None",
+        "self.total = None",
+        "tests/runtime/test_overlap.py tests/runtime/test_step.py tests/runtime/test_interpreter.py",
+    ),
+    Break(
+        "same bits",
+        "a rank that has all shards leaves its part out of the total",
+        "runtime/workspace.py",
+        "if part not in self._written:",
+        "if False:",
+        "tests/runtime/test_step.py -k assignment",
+    ),
+    Break(
+        "same bits",
+        "a copy on the same device is no copy",
+        "backends/torch.py",
+        "tensor.detach().to(torch_device(device), copy=True)",
+        "tensor.detach().to(torch_device(device))",
+        "tests/runtime/test_inprocess.py tests/backends/test_conformance.py",
+    ),
+    Break(
+        "same bits",
+        "ranks compute with several intra-op threads",
+        "backends/torch_session.py",
+        "    torch.set_num_threads(1)",
+        "    torch.set_num_threads(2)",
+        "tests/runtime/test_inprocess.py",
+    ),
+    Break(
+        "same bits",
+        "dropout continues from shard to shard instead of being keyed",
+        "replicas/keyed_random.py",
+        "        self._generator.manual_seed(seed)\n",
+        "",
+        "tests/replicas/test_same_bits.py tests/replicas/test_keyed_random.py",
+    ),
+    Break(
+        "same bits",
+        "the order of samples is the same in every epoch",
+        "data/order.py",
+        "keyed_random(seed, epoch, 0)",
+        "keyed_random(seed, 0, 0)",
+        "tests/data/test_order.py",
+    ),
+    Break(
+        "same bits",
+        "running statistics are merged in another order of shards",
+        "replicas/running_stats.py",
+        "for of_shard in updates:",
+        "for of_shard in reversed(updates):",
+        "tests/replicas/test_buffers.py",
+    ),
+    Break(
+        "same bits",
+        "a captured step leaves out the buffers of other ranks",
+        "runtime/cuda_graph.py",
+        "            interpreter.results()  # here, so that copies of others' buffers are captured too\n",
+        "",
+        "tests/runtime/test_cuda_graph.py -k resumed",
+    ),
+    Break(
+        "exact counting",
+        "a mean of means: the total is divided by the number of shards",
+        "replicas/flat.py",
+        "total / batch.num_samples",
+        "total / (len(batch.shard_sizes) * batch.shard_sizes[0])",
+        "tests/runtime/test_step.py -k uneven",
+    ),
+    Break(
+        "exact counting",
+        "the same for modules",
+        "replicas/module.py",
+        "total / batch.num_samples",
+        "total / (len(batch.shard_sizes) * batch.shard_sizes[0])",
+        "tests/replicas/test_same_bits.py tests/training/test_train_module.py",
+    ),
+    Break(
+        "exact counting",
+        "the last piece of the test samples is not evaluated",
+        "training/evaluate.py",
+        "own = [pieces[number] for number in shares.get(rank, ())]",
+        "own = [pieces[number] for number in shares.get(rank, ()) if number + 1 < len(pieces) or number == 0]",
+        "tests/backends/test_conformance.py tests/test_api.py tests/runtime/test_step.py",
+    ),
+    Break(
+        "exact counting",
+        "a batch loses its remainder",
+        "partition/batch.py",
+        "starts = [part * size + min(part, rest) for part in range(num_parts + 1)]",
+        "starts = [part * size for part in range(num_parts + 1)]",
+        "tests/partition",
+    ),
+    Break(
+        "nothing lost",
+        "a checkpoint has no optimizer state",
+        "training/replica_set.py",
+        "return merged(self._of_owners(lambda replica: {part_name(replica.entries): replica.state_dict()}))",
+        "return {part_name(self.local[0].entries): None}",
+        "tests/training/test_checkpoint.py",
+    ),
+    Break(
+        "nothing lost",
+        "a file is written in place instead of renamed",
+        "report/runlog.py",
+        'temporary = path.with_name(f".part-{path.name}")',
+        "temporary = path",
+        "tests/report/test_runlog.py tests/training/test_checkpoint.py",
+    ),
+    Break(
+        "nothing lost",
+        "the oldest state wins when workers meet again",
+        "training/elastic.py",
+        "newest = max([position for position, held in held_at if held == everything], default=[-1, 0])",
+        "newest = min([position for position, held in held_at if held == everything], default=[-1, 0])",
+        "tests/training/test_elastic.py",
+    ),
+    Break(
+        "nothing lost",
+        "a drifted replica is saved",
+        "training/loop.py",
+        "            self._compare()\n            self._save_now()",
+        "            self._save_now()",
+        "tests/training/test_drift.py",
+    ),
+    Break(
+        "nothing lost",
+        "damaged bytes are not noticed",
+        "core/serialization.py",
+        'if inner["sha256"] != _sha256(inner["tree"], arrays):',
+        "if False:",
+        "tests/core/test_serialization.py",
+    ),
+    Break(
+        "nothing lost",
+        "a run resumes with another seed",
+        "training/resume.py",
+        "    check_same_run(found.run, identity, config)\n",
+        "",
+        "tests/training/test_checkpoint.py",
+    ),
+    Break(
+        "plain answers",
+        "an error does not name the phase",
+        "runtime/interpreter.py",
+        '        self.rank.position.phase = "exchange"\n',
+        "",
+        "tests/runtime/test_overlap.py -k 'names_that_phase or with_that_phase'",
+    ),
+    Break(
+        "plain answers",
+        "the impossible is found after the run's folder was made",
+        "config.py",
+        "object.__setattr__(self, each.name, checked(each, TYPES[each.name], getattr(self, each.name)))",
+        "pass",
+        "tests/test_config.py tests/cli/test_train.py",
+    ),
+    Break(
+        "plain answers",
+        "an unknown name is answered without the nearest one",
+        "core/registry.py",
+        "near = difflib.get_close_matches(name, list(names), n=1)",
+        "near: list[str] = []",
+        "tests/core/test_registry.py",
+    ),
+    Break(
+        "plain answers",
+        "LeNet scores the corner of a larger image",
+        "models/lenet.py",
+        "if shape not in (IMAGE, IMAGE[1:]):",
+        "if False:",
+        "tests/models/test_lenet.py",
+    ),
+    Break(
+        "nothing left behind",
+        "malloc's settings stay",
+        "backends/malloc.py",
+        "            _mallopt(setting.number, value_before(setting))",
+        "            pass",
+        "tests/backends/test_malloc.py",
+    ),
+    Break(
+        "nothing left behind",
+        "leaves stay in memory until the end of a step",
+        "runtime/interpreter.py",
+        "                del self._held[part.node]\n",
+        "                pass\n",
+        "tests/runtime/test_interpreter.py",
+    ),
+    Break(
+        "same time",
+        "the first epoch's time leaves out a whole step",
+        "training/step_times.py",
+        "extra += max(0.0, seconds[0] - expected)",
+        "extra += seconds[0]",
+        "tests/training src/lockstep/training/step_times.py -k 'step_times or StepTimes'",
+    ),
+]
+
+
+def is_stale(one: Break, root: Path = ROOT) -> bool:
+    """Whether the text to replace is not there exactly once any more."""
+    return (root / "src" / "lockstep" / one.file).read_text().count(one.old) != 1
+
+
+def red_test(one: Break, root: Path) -> str:
+    """The first test that fails with the break; empty if none does."""
+    file = root / "src" / "lockstep" / one.file
+    whole = file.read_text()
+    file.write_text(whole.replace(one.old, one.new))
+    try:
+        command = f"{sys.executable} -m pytest -q -x -m 'not long' -p no:cacheprovider --no-header {one.tests}"
+        environment = {**os.environ, "PYTHONPATH": str(root / "src"), "LOCKSTEP_BACKENDS": "torch,numpy"}
+        done = subprocess.run(
+            command, shell=True, cwd=root, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return f"(no test ended within {LIMIT_SECONDS} s)"
+    finally:
+        file.write_text(whole)
+    found = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    return found[1] if done.returncode == 1 and found else ""
+
+
+def main(words: list[str]) -> int:
+    """Tries the breaks; the number of those that no test noticed."""
+    chosen = [b for b in BREAKS if not words or any(word in f"{b.promise} {b.what} {b.file}" for word in words)]
+    missed = 0
+    with tempfile.TemporaryDirectory(prefix="lockstep-mutate-") as name:
+        root = Path(name)
+        for entry in COPIED:
+            source = ROOT / entry
+            copy = shutil.copytree if source.is_dir() else shutil.copy2
+            copy(source, root / entry)
+        for one in chosen:
+            red = "(the code has changed: update tools/mutate.py)" if is_stale(one) else red_test(one, root)
+            is_missed = not red or red.startswith("(")
+            missed += is_missed
+            print(
+                f"{'MISSED' if is_missed else 'red   '} {one.promise}: {one.what}\n         {red or 'no test'}",
+                flush=True,
+            )
+    print(f"{len(chosen) - missed} of {len(chosen)} breaks turn a test red")
+    return missed
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(sys.argv[1:]), 1))
