@@ -1,4 +1,4 @@
-"""A character-level transformer that learns a text file, and writes on from it.
+"""A character-level transformer that learns a text file and continues it.
 
 python examples/char_transformer.py README.md
 """
@@ -12,11 +12,11 @@ import torch
 import lockstep
 from lockstep.models.transformer import Transformer
 
-LENGTH = 64  # characters that the model sees at once
+LENGTH = 64  # characters of a sequence
 
 
 def sequences(text: str, alphabet: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Pieces of the text, and the same pieces one character later."""
+    """Sequences of the text, and the same sequences one character later."""
     tokens = np.array([alphabet.index(character) for character in text])
     starts = range(0, len(tokens) - LENGTH - 1, LENGTH // 8)
     X = np.stack([tokens[start : start + LENGTH] for start in starts])
@@ -24,8 +24,8 @@ def sequences(text: str, alphabet: list[str]) -> tuple[np.ndarray, np.ndarray]:
     return X, y
 
 
-def write_on(module: torch.nn.Module, start: list[int], num_characters: int) -> list[int]:
-    """The most likely characters, one after the other."""
+def generate(module: torch.nn.Module, start: list[int], num_characters: int) -> list[int]:
+    """The tokens of `start`, continued with the most likely characters."""
     module.eval()
     tokens = list(start)
     for _ in range(num_characters):
@@ -51,7 +51,7 @@ def main(path: str, num_epochs: int = 10, width: int = 128) -> lockstep.Result:
         batch_size=min(32, len(X) - cut),
         epochs=num_epochs,
     )
-    tokens = write_on(result.module, X[0][:20].tolist(), 100)
+    tokens = generate(result.module, X[0][:20].tolist(), 100)
     print("".join(alphabet[token] for token in tokens))
     return result
 

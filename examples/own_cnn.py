@@ -1,4 +1,4 @@
-"""A network of your own, on logical CPU devices: the same weights on one, two and three of them.
+"""Your own network on logical CPU devices: the same weights on one, two and three of them.
 
 python examples/own_cnn.py
 """

@@ -1,7 +1,7 @@
-"""ResNet-18 on Fashion-MNIST, as people train it: SGD with momentum, warm-up and a cosine, random flips.
+"""ResNet-18 on Fashion-MNIST, as it is commonly trained: SGD with momentum, warm-up and a cosine, random flips.
 
 python examples/resnet18_cosine.py --epochs 10                      # all GPUs, else a logical device for each core
-python examples/resnet18_cosine.py --data fashion-mnist-mini --epochs 1 --width 8        # a first look without a GPU
+python examples/resnet18_cosine.py --data fashion-mnist-mini --epochs 1 --width 8        # a short run without a GPU
 """
 
 import argparse
@@ -15,7 +15,7 @@ from lockstep.models.resnet18 import ResNet18
 
 
 class Flipped(Dataset):
-    """Images that are flipped now and then: which ones depends on (seed, epoch, sample), not on who loads them."""
+    """Half of the images are flipped: which ones depends on (seed, epoch, sample), not on who loads them."""
 
     def __init__(self, X, y):
         self.X, self.y = torch.from_numpy(X).float() / 255, torch.from_numpy(y)

@@ -39,6 +39,7 @@ from lockstep.training.flat_task import PIECE
 from lockstep.training.replica_set import ReplicaSet
 from lockstep.training.train import train as train
 
+
 def try_gpu(i: int = 0, backend: str = DEFAULT_BACKEND) -> Device:
     """GPU number `i` if there is one, else logical CPU device number `i`.
 
@@ -147,7 +148,8 @@ def train_batch(
         spec = FlatTrainSpec(backend, faster(net), layout, Sgd(config.learning_rate or lr))
         replicas = [FlatReplica(spec, flat) for flat in flat_replicas(engine, layout, device_params)]
         batch, drawn = batch_of(backend, X, y, found), backend.random_state()
-        losses = train_step(engine, replicas, 1, batch, StepOptions(num_shards, exchange), Balance())
+        options = StepOptions(num_shards, exchange)
+        losses = train_step(engine, replicas, options, Balance(), 1, batch).result()
         if backend.random_state() != drawn:
             raise RunError(
                 "The model drew random numbers (dropout?): their order would depend on the devices, and so would the "

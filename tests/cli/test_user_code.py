@@ -92,7 +92,7 @@ def test_a_users_loss_and_optimizer(own):
             "own_file has no missing for the model. It has: make_model, make_data, smooth, adam, fails.",
         ),
         (("--model", "own_file:number"), "The model is a int. Give a torch.nn.Module, or a function that makes one."),
-        (("--data", "own_file:number"), "The data own_file:number is a int. Name a function that gives the data."),
+        (("--data", "own_file:number"), "The data own_file:number is a int. Name a function that returns the data."),
         (("--model", "own_file:make_modle"), "own_file has no make_modle for the model. Did you mean 'make_model'?"),
         (
             ("--optimizer", "own_file:adam", "--lr", "0.1"),

@@ -51,7 +51,7 @@ def test_a_captured_step_with_nccl_gives_the_bits_of_the_step():
             def fetch(rank, first, last, X_gpu=X_gpu, y_gpu=y_gpu):
                 return X_gpu[first:last].clone(), y_gpu[first:last].clone()
 
-            train_step(engine, replicas, step, Batch(BATCH, fetch), StepOptions(NUM_SHARDS), Balance())
+            train_step(engine, replicas, StepOptions(NUM_SHARDS), Balance(), step, Batch(BATCH, fetch))
         expected = sha256_of([TORCH.to_numpy(replicas[0].flat)])
 
     store, port, _ = serve_store()

@@ -94,7 +94,7 @@ def one_step(num_ranks, num_samples=50, num_shards=8, exchange="sharded", balanc
     with InProcess(TORCH, devices) as engine:
         spec, start = FlatTrainSpec(TORCH, lenet, layout, Sgd(0.5)), layout.flatten(list(params.values()))
         replicas = [FlatReplica(spec, TORCH.from_numpy(start.copy(), device)) for device in devices]
-        train_step(engine, replicas, 1, batch, StepOptions(num_shards, exchange), balance or Balance())
+        train_step(engine, replicas, StepOptions(num_shards, exchange), balance or Balance(), 1, batch)
         return [TORCH.to_numpy(replica.flat) for replica in replicas]
 
 

@@ -51,3 +51,11 @@ def on_ranks():
             return [future.result() for future in futures], ranks.num_broadcasts
 
     return run
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_curves():
+    """Runs in this process draw no curve.png, which would take half of their time; tests/report draws them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lockstep.report.plots.draw_curve", lambda history, path: path.write_bytes(b"no curve"))
+        yield

@@ -23,6 +23,7 @@ from lockstep.core.errors import ConfigError, LockstepError, RunError
 from lockstep.core.serialization import pack, unpack
 from lockstep.report import runlog
 from lockstep.training.checkpoint import Checkpoints
+from training.background_command import BackgroundCommand
 
 OFTEN = ("--checkpoint-every", 2, "--keep-checkpoints", 100)
 FEW = ("--batch-size", 4, "--shards", 4, "--epochs", 2)  # six steps an epoch
@@ -75,6 +76,11 @@ def refused(answer, *parts):
         assert part in answer.err
 
 
+def some_long(names, *long):
+    """Parameters of a test, of which some belong to the long suite."""
+    return [pytest.param(name, marks=pytest.mark.long) if name in long else name for name in names]
+
+
 # --- the same bits
 
 
@@ -88,7 +94,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", some_long(SETTINGS, "linear", "lenet-bn"))
 def test_resume_in_mid_epoch_on_other_devices_gives_the_same_bits(lockstep, few, tmp_path, name):
     settings = ("train", "--data", few, *FEW, *SETTINGS[name])
     undisturbed = lockstep(*settings, "--devices", 1, "--checkpoint-every", 0, "--json")
@@ -199,7 +205,7 @@ def vectors():
     return (X[:40], y[:40]), (X[40:], y[40:])
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", some_long(MODULES, "milestones", "bf16"))
 @pytest.mark.filterwarnings("ignore:This device has no bfloat16 arithmetic")
 def test_resume_with_a_module_of_the_users_own_gives_the_same_bits(vectors, tmp_path, name):
     settings = {"model": Net, "data": vectors, "batch_size": 8, "shards": 4, "epochs": 2, "quiet": True}
@@ -639,38 +645,28 @@ def test_code_named_in_config_json_is_not_run(own, tmp_path):
 
 @contextmanager
 def started(folder, *arguments, sleep=0.1):
-    """A real `lockstep ARGUMENTS` in `folder`; `process.marks()` says how many shards it has begun."""
+    """`lockstep ARGUMENTS` in `folder`, in the background; `process.marks()` says how many shards it has begun."""
     marks = folder / "marks"
-    source = str(Path(library.__file__).parents[1])
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lockstep", *map(str, arguments)],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": source, "MARKS": str(marks), "SLEEP": str(sleep)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # what runs in the background ignores Ctrl-C
-    )
+    process = BackgroundCommand(folder, arguments, MARKS=str(marks), SLEEP=str(sleep))
     process.marks = lambda: marks.stat().st_size if marks.exists() else 0
-    with process:
-        try:
-            yield process
-        finally:
-            process.kill()
+    try:
+        yield process
+    finally:
+        process.kill_all()
 
 
 def wait_for(process, condition):
     """Waits until something is so, while the process runs."""
     end = time.monotonic() + 60
     while not condition():
-        assert process.poll() is None, process.stderr.read()
+        assert process.poll() is None, process.err.read_text()
         assert time.monotonic() < end, "it does not start"
         time.sleep(0.01)
 
 
 def test_a_folder_has_one_run_at_a_time_and_is_free_when_that_is_killed(own, tmp_path, monkeypatch):
     whole = own(*SLOW, "--devices", 1, "--json")
-    with started(tmp_path, *SLOW, "--devices", 2, "--out", "run", "--checkpoint-every", 1, sleep=0.2) as process:
+    with started(tmp_path, *SLOW, "--devices", 2, "--out", "run", "--checkpoint-every", 1) as process:
         wait_for(process, lambda: (tmp_path / "run" / "checkpoints" / "step-000002.safetensors").exists())
         monkeypatch.setattr(runlog, "LOCK_SECONDS", 0.2)
         refused(own(*SLOW, "--resume", "--out", "run"), "Another run is under way in run. Wait for it, or end it.")
@@ -707,7 +703,7 @@ def test_resume_waits_for_a_run_that_is_about_to_end(lockstep, begun, run):
     assert bits(answer) == begun[1]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_an_interrupted_run_saves_a_checkpoint_and_says_how_to_resume(own, tmp_path, number):
     whole = own(*SLOW, "--devices", 1, "--json")
     with started(tmp_path, *SLOW, "--devices", 2, "--out", "run") as process:
@@ -734,10 +730,9 @@ def test_an_interrupted_run_saves_a_checkpoint_and_says_how_to_resume(own, tmp_p
 
 
 def test_the_command_that_an_interrupted_run_names_resumes_it(lockstep, tiny, tmp_path):
-    settings = ("train", "--data", tiny, "--batch-size", 2, "--shards", 2, "--epochs", 2, "--lr", 0.01)
+    settings = ("train", "--data", tiny, "--batch-size", 4, "--shards", 2, "--epochs", 2, "--lr", 0.01)
     with started(tmp_path, *settings, "--devices", 2, "--out", "a run") as process:
-        assert any(line.startswith("epoch 1/2") for line in process.stderr)
-        time.sleep(0.2)
+        wait_for(process, lambda: process.err.exists() and "epoch 1/2" in process.err.read_text())
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
@@ -792,7 +787,7 @@ def mounted(folder, *arguments):
         subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-@pytest.mark.parametrize("every", [2, 6])
+@pytest.mark.parametrize("every", [2, pytest.param(6, marks=pytest.mark.long)])
 def test_a_full_disk_ends_the_run_in_a_sentence_and_it_can_be_resumed_elsewhere(lockstep, few, tmp_path, every):
     """Every checkpoint has half a megabyte, and so have the weights; two fit."""
     settings = ("train", "--data", few, *FEW, "--epochs", 4, "--checkpoint-every", every)

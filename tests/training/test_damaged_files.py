@@ -239,7 +239,7 @@ def examples(number):
 
 
 @given(data=st.data())
-@examples(60)
+@examples(50)
 def test_damaged_data_files_are_refused_or_hold_the_same_data(files, data):
     check_damaged_data_file(files, *data.draw(data_files(files)))
 
@@ -319,7 +319,7 @@ def good(begun):
 
 
 @given(data=st.data())
-@examples(60)
+@examples(50)
 def test_damaged_checkpoints_are_refused_and_nothing_is_touched(files, begun, good, data):
     check_damaged_checkpoint(files, begun, good, data.draw(damaged(good, (0, 4))))
 

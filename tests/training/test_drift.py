@@ -43,7 +43,7 @@ def failing_device(folder, in_step=5, flips=1):
                     except FileExistsError:
                         continue
                     weight = self.param_groups[0]["params"][-2]
-                    weight.data.view(torch.int32)[0, number] ^= 1
+                    weight.data.view(torch.int32)[0, number] ^= 1 << 16  # the next update must not round it away
                     return
 
     return Flips

@@ -2,12 +2,15 @@
 
 import json
 import os
+import re
 import runpy
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -15,6 +18,7 @@ import lockstep as package
 from lockstep.config import RunConfig
 from lockstep.core.errors import ConfigError, PeerFailure
 from lockstep.core.torchrun_env import TorchrunEnv, prints_result, torchrun_env
+from training.background_command import BackgroundCommand
 
 pytest.importorskip("torch", reason="torchrun belongs to PyTorch, which is not installed.")
 
@@ -71,6 +75,12 @@ if __name__ == "__main__":
         json.dump([weights, module, said], file)
 """
 
+SHOW = """
+import json
+from lockstep.core.torchrun_env import torchrun_env
+print(json.dumps(torchrun_env()))
+"""
+
 
 def started_with(mark):
     """The processes, by id, that have `mark` in their environment: whatever was started, also if its parent is gone."""
@@ -84,33 +94,78 @@ def started_with(mark):
     return found
 
 
-@pytest.fixture
-def torchrun(tmp_path, monkeypatch):
-    """Runs `torchrun OPTIONS ...` in an empty folder with a file of the user's own; nothing may be left of it."""
+class Launched(NamedTuple):
+    """What all ranks together printed, and their exit statuses; torchrun itself names that of the first failure."""
+
+    statuses: list[int]
+    stdout: str
+    stderr: str
+
+
+def launch_with_torchrun(folder, num_ranks, arguments, max_restarts, environment):
+    mark = f"LOCKSTEP_TEST={uuid.uuid4()}"
+    paths = [str(Path(package.__file__).parents[1]), str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **environment}
+    environment[mark.partition("=")[0]] = mark.partition("=")[2]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks]
+    command += ["--max-restarts", max_restarts] + ([] if arguments[0].endswith(".py") else ["-m", "lockstep"])
+    command = [str(part) for part in [*command, *arguments]]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)
+        assert started_with(mark) == []
+    finally:
+        for process in started_with(mark):
+            os.kill(process, signal.SIGKILL)
+    assert "forcefully exiting" not in done.stderr, "no rank waits for one that is gone"
+    statuses = [int(status) for status in re.findall(r"exitcode  : (-?\d+) ", done.stderr)]
+    assert (done.returncode == 0) == (not statuses)
+    return Launched(statuses or [0], done.stdout, done.stderr)
+
+
+def launch_by_forking(folder, num_ranks, arguments, max_restarts, environment):
+    """The same in two seconds: the environment is torchrun's, and so is what happens when a rank fails."""
+    from lockstep.runtime.store import serve_store
+
+    store, port, _ = serve_store()
+    size = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for restart in range(max_restarts + 1):
+        run = {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RUN_ID": 1, "TORCHELASTIC_RESTART_COUNT": restart}
+        ranks = []
+        for rank in range(num_ranks):
+            variables = {**size, **run, "RANK": rank, "LOCAL_RANK": rank, **environment}
+            variables = {name: str(value) for name, value in variables.items()}
+            ranks.append(BackgroundCommand(folder, arguments, **variables))
+        try:
+            while None in (statuses := [rank.poll() for rank in ranks]) and not any(statuses):
+                time.sleep(0.05)
+            for rank in ranks:
+                if rank.poll() is None:
+                    rank.send_signal(signal.SIGTERM)
+            printed = [rank.communicate(30) for rank in ranks]  # torchrun waits so long, too
+        finally:
+            for rank in ranks:
+                rank.kill_all()
+        if not any(statuses):
+            break
+    del store
+    statuses = [rank.returncode for rank in ranks]
+    return Launched(statuses, *("".join(parts) for parts in zip(*printed, strict=True)))
+
+
+LAUNCHERS = {"forked": launch_by_forking, "torchrun": launch_with_torchrun}
+
+
+@pytest.fixture(params=["forked", pytest.param("torchrun", marks=pytest.mark.long)])
+def torchrun(request, tmp_path, monkeypatch):
+    """Runs `lockstep ARGUMENTS`, or a script, on k ranks in an empty folder with a file of the user's own."""
     (tmp_path / "own_file.py").write_text(FILE)
     (tmp_path / "script.py").write_text(SCRIPT)
     monkeypatch.chdir(tmp_path)
-    mark = f"LOCKSTEP_TEST={uuid.uuid4()}"
-    paths = [str(Path(package.__file__).parents[1]), str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    environment[mark.partition("=")[0]] = mark.partition("=")[2]
 
-    def run(num_ranks, *arguments, options=(), **more):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks]
-        done = subprocess.run(
-            [str(part) for part in [*command, *options, *arguments]],
-            env={**environment, **more},
-            capture_output=True,
-            text=True,
-            timeout=LIMIT,
-            check=False,
-        )
-        assert started_with(mark) == []
-        return done
+    def run(num_ranks, *arguments, max_restarts=0, **environment):
+        return LAUNCHERS[request.param](tmp_path, num_ranks, arguments, max_restarts, environment)
 
-    yield run
-    for process in started_with(mark):
-        os.kill(process, signal.SIGKILL)
+    return run
 
 
 def sentences(err):
@@ -133,12 +188,17 @@ def own(lockstep, tmp_path, monkeypatch):
 # ---------------------------------------------------------------------------------------------------- the same bits
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("torchrun", "num_ranks"),
+    [("forked", num_ranks) for num_ranks in (1, 2, 3)]
+    + [pytest.param("torchrun", num_ranks, marks=pytest.mark.long) for num_ranks in (1, 2, 3)],
+    indirect=["torchrun"],
+)
 def test_the_hash_is_that_of_one_process_and_one_rank_prints_it(torchrun, lockstep, few, tmp_path, num_ranks):
     arguments = ("train", "--data", few, "--batch-size", 8, "--epochs", 2, "--json")
     expected = lockstep(*arguments, "--devices", 1, "--out", "reference")
-    done = torchrun(num_ranks, "-m", "lockstep", *arguments)
-    assert done.returncode == 0, done.stderr
+    done = torchrun(num_ranks, *arguments)
+    assert set(done.statuses) == {0}, done.stderr
     result = json.loads(done.stdout)
     assert done.stdout.count("\n") == 1
     assert result["weights_sha256"] == expected.json["weights_sha256"]
@@ -156,7 +216,7 @@ def test_the_hash_is_that_of_one_process_and_one_rank_prints_it(torchrun, lockst
 def test_a_script_of_the_users_own_gets_the_same_result_on_every_rank(torchrun, tmp_path, monkeypatch):
     """Six shards on two ranks: also what belongs to no rank alone, like metrics and losses, is the same."""
     done = torchrun(2, "script.py")
-    assert done.returncode == 0, done.stderr
+    assert set(done.statuses) == {0}, done.stderr
     assert done.stdout == done.stderr == ""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "own_file", raising=False)
@@ -171,8 +231,8 @@ def test_a_script_of_the_users_own_gets_the_same_result_on_every_rank(torchrun, 
 
 
 def test_an_error_in_the_users_model_on_one_rank_is_shown_once(torchrun, tmp_path):
-    done = torchrun(2, "-m", "lockstep", "train", *MINE, "--out", "run", FAILS="1")
-    assert done.returncode != 0
+    done = torchrun(2, "train", *MINE, "--out", "run", FAILS="1")
+    assert 1 in done.statuses
     assert done.stdout == ""
     (said,) = sentences(done.stderr)
     assert said.startswith("lockstep: rank 1 (cpu:1), during forward and backward: ValueError: this rank cannot (at ")
@@ -186,13 +246,9 @@ def test_an_error_in_the_users_model_on_one_rank_is_shown_once(torchrun, tmp_pat
 
 def test_a_run_that_torchrun_restarts_continues_after_its_last_checkpoint(torchrun, own, tmp_path):
     """Rank 0, which writes the checkpoints, is killed; torchrun then restarts all of them."""
-    done = torchrun(
-        2,
-        *("-m", "lockstep", "train", *MINE, "--out", "run", "--checkpoint-every", 2, "--json"),
-        options=("--max-restarts", 2),
-        KILLS="0",
-    )
-    assert done.returncode == 0, done.stderr
+    arguments = ("train", *MINE, "--out", "run", "--checkpoint-every", 2, "--json")
+    done = torchrun(2, *arguments, max_restarts=2, KILLS="0")
+    assert set(done.statuses) == {0}, done.stderr
     assert json.loads(done.stdout)["weights_sha256"] == own
     events = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     started = [event for event in events if event["event"] in ("started", "resumed")]
@@ -216,20 +272,18 @@ WRONG = {
 def test_wrong_settings_are_reported_by_one_rank_and_end_all_of_them(torchrun, few, tmp_path, arguments):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
-    done = torchrun(2, "-m", "lockstep", "train", "--data", few, "--batch-size", 8, *arguments.split())
-    assert done.returncode != 0
+    done = torchrun(2, "train", "--data", few, "--batch-size", 8, *arguments.split())
+    assert 2 in done.statuses
     assert done.stdout == ""
     (said,) = sentences(done.stderr)
     assert WRONG[arguments] in said
-    assert "exitcode  : 2 " in done.stderr
-    assert "forcefully exiting" not in done.stderr, "no rank waits for one that is gone"
     assert not (tmp_path / "runs").exists()
 
 
 def test_ranks_that_have_other_data_than_the_others_are_refused(torchrun, tmp_path):
     """On several machines, files of one name may differ, and the hash would be that of no run."""
     done = torchrun(2, "script.py", OTHER_DATA="1")
-    assert done.returncode != 0, "it trained each shard on the data of its rank"
+    assert set(done.statuses) != {0}, "it trained each shard on the data of its rank"
     assert "ConfigError: " in done.stderr
     assert "data" in done.stderr
     assert not list(tmp_path.glob("result-*.json"))
@@ -287,6 +341,21 @@ def test_rank_size_and_address_are_read_from_the_environment(environment):
     assert not env.is_restarted
 
 
+@pytest.mark.parametrize("torchrun", LAUNCHERS, indirect=True)
+def test_every_rank_finds_its_environment(torchrun, tmp_path):
+    """The forked ranks, which most tests here use, have the environment that torchrun itself sets."""
+    (tmp_path / "show.py").write_text(SHOW)
+    found = sorted(map(json.loads, torchrun(2, "show.py").stdout.splitlines()))
+    for rank, (number, size, local_rank, local_size, host, port, attempt, is_restarted) in enumerate(found):
+        assert (number, size, local_rank, local_size) == (rank, 2, rank, 2)
+        assert host
+        assert port > 0
+        assert attempt.endswith("/0/2")
+        assert not is_restarted
+    assert len(found) == 2
+    assert found[0][4:] == found[1][4:]
+
+
 def test_only_rank_0_prints_the_result(environment):
     environment(**THIRD_OF_FOUR)
     assert not prints_result()
@@ -315,7 +384,7 @@ def store():
     from lockstep.runtime.store import join_store, serve_store
 
     kept, port, _ = serve_store()
-    yield join_store("127.0.0.1", port, 1.0)
+    yield join_store("127.0.0.1", port, 0.3)
     del kept
 
 
@@ -346,4 +415,4 @@ def test_a_rank_that_never_starts_is_a_peer_failure(store):
     from lockstep.training.torchrun import devices_of_all
 
     with pytest.raises(PeerFailure):
-        devices_of_all(RunConfig(devices=2, timeout=1), env_of_rank(0, 2, 0, 2), store)
+        devices_of_all(RunConfig(devices=2, timeout=0.3), env_of_rank(0, 2, 0, 2), store)

@@ -2,6 +2,7 @@
 
 import sys
 from itertools import pairwise
+from typing import Any, NoReturn
 
 import typer
 
@@ -9,7 +10,7 @@ from lockstep.cli.bench import bench
 from lockstep.cli.compare import compare
 from lockstep.cli.data import data
 from lockstep.cli.devices import devices
-from lockstep.cli.errors import exit_with, is_reported_elsewhere
+from lockstep.cli.errors import exit_with, is_reported_elsewhere, plain_errors
 from lockstep.cli.evaluate import evaluate
 from lockstep.cli.train import train
 
@@ -39,19 +40,30 @@ def lockstep(
 def main(arguments: list[str] | None = None) -> None:
     """The program `lockstep`."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    try:
-        status = app(arguments, prog_name="lockstep", standalone_mode=False)
-    except Exception as error:
-        if not hasattr(error, "format_message"):  # not a usage error
-            raise
-        if is_reported_elsewhere():
-            raise SystemExit(2) from None
-        context = getattr(error, "ctx", None)
-        command = context.command_path if context else "lockstep"
-        message = error.format_message()
-        sentence = message if message.endswith((".", "?")) else f"{message}."
-        exit_with(f"{sentence}{_got(error, arguments)} See {command} --help.", status=2)
+    command = typer.main.get_command(app)
+    status = 0
+    with plain_errors():
+        try:  # not the library's own `main`, which has other exit statuses for an interrupt and a closed pipe
+            with command.make_context("lockstep", list(arguments)) as context:
+                command.invoke(context)
+        except Exception as error:
+            if hasattr(error, "format_message"):
+                _exit_with_usage_error(error, arguments)
+            if not hasattr(error, "exit_code"):  # --help and --version end with it
+                raise
+            status = error.exit_code
+        sys.stdout.flush()  # here, where a closed pipe is understood
     raise SystemExit(status)
+
+
+def _exit_with_usage_error(error: Any, arguments: list[str]) -> NoReturn:
+    if is_reported_elsewhere():
+        raise SystemExit(2)
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context else "lockstep"
+    message = error.format_message()
+    sentence = message if message.endswith((".", "?")) else f"{message}."
+    exit_with(f"{sentence}{_got(error, arguments)} See {command} --help.", status=2)
 
 
 def _got(error: Exception, arguments: list[str]) -> str:

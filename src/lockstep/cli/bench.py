@@ -7,10 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from lockstep.cli import options
-from lockstep.cli.errors import plain_errors
 
 
-@plain_errors
 @options.with_settings("devices", "data_dir")
 def bench(
     *,

@@ -6,10 +6,8 @@ from typing import Annotated, Any
 import typer
 
 from lockstep.cli import options
-from lockstep.cli.errors import plain_errors
 
 
-@plain_errors
 @options.with_settings("epochs", "model", "data", "data_dir", "shards", "seed", "backend", "exchange")
 def compare(
     devices: Annotated[str, typer.Option(help="Numbers of devices, like 1,2.")] = "1,2",

@@ -6,7 +6,6 @@ import typer
 
 from lockstep.backends import BACKENDS, is_installed, load_backend
 from lockstep.cli import options
-from lockstep.cli.errors import plain_errors
 from lockstep.core.errors import BackendError
 
 if TYPE_CHECKING:
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
     from lockstep.core.device import Hardware
 
 
-@plain_errors
 def devices(
     backend: Annotated[
         str | None,

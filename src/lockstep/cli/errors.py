@@ -3,42 +3,38 @@
 import os
 import signal
 import sys
-from collections.abc import Callable
-from functools import wraps
-from typing import Any, NoReturn
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
 
 from lockstep.core.errors import Interrupted, LockstepError, RankError, RankTimeout
 from lockstep.core.source_lines import user_traceback
 from lockstep.core.torchrun_env import torchrun_env
 
 
-def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """`command`, with errors as sentences. Exit status: 2 impossible, 1 failed, 130 interrupted."""
-
-    @wraps(command)
-    def wrapper(*args: Any, **kwargs: Any) -> None:
-        try:
-            command(*args, **kwargs)
-        except LockstepError as error:
-            if is_reported_elsewhere() if error.is_reported is None else error.is_reported:
-                raise SystemExit(error.exit_status) from None
-            cause = error.__cause__ if isinstance(error, RankError) else None
-            if trace := error.trace if cause is None else user_traceback(cause):
-                print(trace, file=sys.stderr)
-            if isinstance(error, RankTimeout):  # the thread that hangs would block a normal exit, or crash in it
-                print(f"lockstep: {error}.", file=sys.stderr, flush=True)
-                os._exit(error.exit_status)
-            exit_with(str(error), error.exit_status)
-        except KeyboardInterrupt:
-            exit_with("interrupted.", Interrupted.exit_status)
-        except BrokenPipeError:  # the reader of standard output has gone (`| head`)
-            _discard_standard_output()
-            raise SystemExit(128 + signal.SIGPIPE) from None
-        except OSError as problem:  # standard output is full or closed: files have errors of their own
-            _discard_standard_output()
-            exit_with(f"standard output cannot be written: {problem.strerror}.", LockstepError.exit_status)
-
-    return wrapper
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """Ends the program with a sentence where there is an error. Exit status: 2 impossible, 1 failed, 130 interrupted."""
+    try:
+        yield
+    except LockstepError as error:
+        if is_reported_elsewhere() if error.is_reported is None else error.is_reported:
+            raise SystemExit(error.exit_status) from None
+        cause = error.__cause__ if isinstance(error, RankError) else None
+        if trace := error.trace if cause is None else user_traceback(cause):
+            print(trace, file=sys.stderr)
+        if isinstance(error, RankTimeout):  # the thread that hangs would block a normal exit, or crash in it
+            print(f"lockstep: {error}.", file=sys.stderr, flush=True)
+            os._exit(error.exit_status)
+        exit_with(str(error), error.exit_status)
+    except KeyboardInterrupt:
+        exit_with("interrupted.", Interrupted.exit_status)
+    except BrokenPipeError:  # the reader of standard output has gone (`| head`)
+        _discard_standard_output()
+        raise SystemExit(128 + signal.SIGPIPE) from None
+    except OSError as problem:  # standard output is full or closed: files have errors of their own
+        _discard_standard_output()
+        exit_with(f"standard output cannot be written: {problem.strerror}.", LockstepError.exit_status)
 
 
 def is_reported_elsewhere() -> bool:

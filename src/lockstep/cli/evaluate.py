@@ -6,13 +6,11 @@ from typing import Annotated, Any
 import typer
 
 from lockstep.cli import options
-from lockstep.cli.errors import plain_errors
 
 CODE = "The run's package.file:function, if it has one: code that only a file names is not run."
 EntryPoint = Annotated[str | None, typer.Option(help=CODE, show_default=False)]
 
 
-@plain_errors
 @options.with_settings("devices", "data_dir")
 def evaluate(
     run: Annotated[Path, typer.Argument(help="The folder of a finished run.", show_default=False)],

@@ -6,10 +6,8 @@ from typing import Annotated, Any
 import typer
 
 from lockstep.cli import options
-from lockstep.cli.errors import plain_errors
 
 
-@plain_errors
 @options.with_settings()
 def train(
     context: typer.Context,

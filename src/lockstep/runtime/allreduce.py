@@ -1,7 +1,8 @@
 """`lockstep.allreduce`: the exchange of a step, on tensors of the user's own, run by one thread for all ranks.
 
 Where the framework writes in place, nothing is allocated: every value of an exchange has one reader, so a sum is written
-over its left part, and the total into each of the user's tensors.
+over its left part, and the total into each of the user's tensors; block by block, so that what one rank has written is
+still in the cache when the others copy it.
 """
 
 from functools import cache
@@ -15,6 +16,8 @@ from lockstep.runtime.thread_transport import Exchanges
 from lockstep.schedules.instructions import Add, Communicate, Instruction, Partial, Schedule, Wait
 from lockstep.schedules.proof import one_thread_order
 from lockstep.schedules.reduction_tree import Node
+
+BLOCK = 1 << 21  # entries: the fastest of 2**19 to 2**22 on 2 cores with 32 MiB of cache, for 2, 4 and 8 x 40 MB
 
 
 @cache
@@ -38,24 +41,39 @@ def allreduce_in_place(backend: Backend, data: list[Tensor], exchange: str) -> l
         backend.copy_to(entry, device).reshape(-1) if view is None else view
         for entry, view, device in zip(data, views, devices, strict=True)
     ]
-    totals = run_exchange(backend, devices, vectors, exchange_schedule(exchange, len(data), len(vectors[0])))
+    size = len(vectors[0])
+    block = BLOCK if backend.capabilities.writes_in_place else max(size, 1)
+    runner: OneThread | None = None
+    for start in range(0, size, block):
+        stop = min(start + block, size)
+        if runner is None or stop - start < block:
+            runner = OneThread(backend, devices, exchange, stop - start)
+        totals = runner.run([backend.chunk(vector, start, stop) for vector in vectors])
     for rank, (entry, view) in enumerate(zip(data, views, strict=True)):
         if view is None:
-            data[rank] = backend.assign(entry, totals[rank].reshape(entry.shape))
+            total = vectors[rank] if backend.capabilities.writes_in_place else totals[rank]
+            data[rank] = backend.assign(entry, total.reshape(entry.shape))
     return data
 
 
-def run_exchange(backend: Backend, devices: list[Device], vectors: list[Tensor], schedule: Schedule) -> list[Tensor]:
-    """The total on every rank; in the memory of `vectors`, where the framework writes in place."""
-    exchanges = Exchanges(backend, devices, devices, busy=[])
-    interpreters = []
-    for rank, (device, vector) in enumerate(zip(devices, vectors, strict=True)):
-        interpreter = Interpreter(Rank(rank, device, backend, Position()), schedule, exchanges.transport(rank))
-        interpreter.hold(Partial(Node(rank, 1), schedule.entries), vector)
-        interpreter.workspace.use_as_total(vector)
-        interpreters.append(interpreter)
-    for rank, instruction in exchange_order(schedule):
-        interpreters[rank].execute(instruction)
-    for interpreter in interpreters:
-        interpreter.hold_total()
-    return [interpreter.total for interpreter in interpreters]
+class OneThread:
+    """All ranks of an exchange, run by the calling thread, for vectors of one size."""
+
+    def __init__(self, backend: Backend, devices: list[Device], exchange: str, num_entries: int) -> None:
+        self._schedule = exchange_schedule(exchange, len(devices), num_entries)
+        exchanges = Exchanges(backend, devices, devices, busy=[])
+        self._interpreters = [
+            Interpreter(Rank(rank, device, backend, Position()), self._schedule, exchanges.transport(rank))
+            for rank, device in enumerate(devices)
+        ]
+
+    def run(self, vectors: list[Tensor]) -> list[Tensor]:
+        """The total on every rank; in the memory of `vectors`, where the framework writes in place."""
+        for rank, (interpreter, vector) in enumerate(zip(self._interpreters, vectors, strict=True)):
+            interpreter.hold(Partial(Node(rank, 1), self._schedule.entries), vector)
+            interpreter.workspace.use_as_total(vector)
+        for rank, instruction in exchange_order(self._schedule):
+            self._interpreters[rank].execute(instruction)
+        for interpreter in self._interpreters:
+            interpreter.hold_total()
+        return [interpreter.total for interpreter in self._interpreters]

@@ -72,7 +72,7 @@ class CapturedSteps:
         self.why_eager, self.capture_seconds = "", 0.0
         self._captured: dict[tuple[int, bool], CapturedStep] = {}  # samples of a batch, with the update? ->
 
-    def __call__(self, step: int, batch: Batch) -> LossFuture:
+    def run(self, step: int, batch: Batch) -> LossFuture:
         """Starts step number `step`; its losses come later."""
         if not self.why_eager:
             try:
@@ -80,7 +80,7 @@ class CapturedSteps:
             except CaptureError as problem:
                 self.why_eager = str(problem)
             self._discard()
-        return self._eager(step, batch)
+        return self._eager.run(step, batch)
 
     def _replay(self, step: int, batch: Batch) -> LossFuture:
         assert batch.static is not None, "samples in memory have it"

@@ -57,6 +57,7 @@ class Rank(NamedTuple):
     device: Device
     backend: Backend
     position: Position
+    trace: Trace | None = None  # while a run is traced
 
 
 def busy_ranks(schedule: Schedule) -> list[int]:

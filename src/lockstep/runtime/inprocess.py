@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Self
 
@@ -94,44 +93,38 @@ class InProcess:
             trace.start_step(work.step)
         for position in self._positions:
             position.step = work.step
-
-        def step(rank: int, device: Device, replica: Replica) -> Any:
-            interpreter = self._interpreters[rank]
-            interpreter.begin(work, replica)
-            try:
-                return interpreter.run(partial(self._start_exchange, rank))
-            except BaseException:
-                interpreter.cancel()
-                raise
-
-        return StepResult.of_ranks(self.each("forward and backward", step, replicas)[0])
+        ranks = zip(self._workers, self._interpreters, replicas, strict=True)
+        futures = [w.submit(i.run, work, replica, self._start_exchange) for w, i, replica in ranks]
+        return StepResult.of_ranks(self._results(futures)[0])
 
     def _connect(self, schedule: Schedule) -> None:
         """Interpreters for a schedule, connected to each other; kept while the schedule stays the same."""
         timeout = None if schedule.overlaps else self.timeout  # if it overlaps, the wait for it has the deadline
         self._exchanges = Exchanges(self.backend, self.devices, self._memories, busy_ranks(schedule), timeout)
-        self._interpreters = [
-            Interpreter(Rank(rank, device, self.backend, position), schedule, self._exchanges.transport(rank))
-            for rank, (device, position) in enumerate(zip(self.devices, self._positions, strict=True))
-        ]
+        self._interpreters = []
+        for rank, device in enumerate(self.devices):
+            trace = self.traces[rank] if self.traces else None
+            own = Rank(rank, device, self.backend, self._positions[rank], trace)
+            self._interpreters.append(Interpreter(own, schedule, self._exchanges.transport(rank)))
         if schedule.overlaps and not self._comm_threads:
             for rank, device in enumerate(self.devices):
                 self._comm_threads.append(RankThread(f"lockstep-exchange-{rank}"))
                 self._comm_threads[rank].submit(self.backend.start_worker, device)
         self._schedule = schedule
 
-    def _start_exchange(self, rank: int, exchange: Callable[[], None]) -> Callable[[], Any]:
+    def _start_exchange(self, interpreter: Interpreter) -> Callable[[], Any]:
         """Runs a rank's exchange on a thread beside its own; the function waits for it."""
+        trace = interpreter.rank.trace
 
         def work() -> None:
             try:
-                with traced(self.traces[rank].exchange if self.traces else None):
-                    exchange()
+                with traced(trace and trace.exchange):
+                    interpreter.exchange()
             except BaseException:
                 self._exchanges.cancel()
                 raise
 
-        future = self._comm_threads[rank].submit(work)
+        future = self._comm_threads[interpreter.rank.number].submit(work)
 
         def wait() -> None:
             try:

@@ -5,16 +5,18 @@ Engines differ in who calls it: a thread for each rank, the main thread of a ran
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from lockstep.backends import Tensor
-from lockstep.core.tracing import WAIT, span
+from lockstep.core.errors import LockstepError, RankError
+from lockstep.core.source_lines import user_source_line
+from lockstep.core.tracing import WAIT, span, traced
 from lockstep.replicas.replica import BatchSummary, Leaf, Replica, Shard
 from lockstep.runtime.bucket_queue import BucketQueue
 from lockstep.runtime.engine import Rank, RankResult, StepInput
 from lockstep.runtime.out_of_memory import Shortage, is_out_of_memory
-from lockstep.runtime.transport import TransferGroup, Transport
+from lockstep.runtime.transport import Cancelled, TransferGroup, Transport
 from lockstep.runtime.workspace import Workspace
 from lockstep.schedules.instructions import (
     Add,
@@ -32,6 +34,7 @@ from lockstep.schedules.instructions import (
 )
 from lockstep.schedules.reduction_tree import Node, sum_with_brackets
 
+StartExchange = Callable[["Interpreter"], Callable[[], Any]]  # starts `exchange` on another thread; waits for it
 FusedAdd = Callable[[str, list[Tensor]], Tensor]  # the sum of x0, x1, ... in these brackets, in one kernel
 
 
@@ -58,47 +61,55 @@ class Interpreter:
         self._leaves: list[Leaf] = []
         self._buckets = BucketQueue(self._bucket_ranges)
 
-    def run(self, start_exchange: Callable[[Callable[[], None]], Callable[[], Any]]) -> list[RankResult]:
-        """A whole step, from `begin` on; the results of all ranks.
+    def run(self, work: StepInput, replica: Replica, start_exchange: StartExchange) -> list[RankResult]:
+        """A whole step; the results of all ranks. An error names this rank and the phase it was in."""
+        rank = self.rank
+        try:
+            with traced(rank.trace, lambda: rank.backend.synchronize(rank.device)):
+                self.begin(work, replica)
+                replica.begin_step(work.step)
+                wait_for_exchange = start_exchange(self) if self._overlaps else None
+                rank.position.phase = "forward and backward"
+                with span(rank.position.phase):
+                    for instruction in self.program.compute:
+                        _HANDLERS[type(instruction)](self, instruction)
+                rank.position.phase = "exchange"
+                if wait_for_exchange is None:
+                    self.exchange()
+                else:
+                    with span(WAIT):
+                        wait_for_exchange()
+                results = self.results()
+                rank.position.phase = "update"
+                with span(rank.position.phase):
+                    for instruction in self.program.update:
+                        _HANDLERS[type(instruction)](self, instruction)
+                rank.backend.synchronize(rank.device)
+                return results
+        except BaseException as problem:
+            self.cancel()
+            if isinstance(problem, (LockstepError, Cancelled)) or not isinstance(problem, (Exception, SystemExit)):
+                raise
+            raise RankError(
+                rank.number, rank.device, rank.position.phase, problem, user_source_line(problem)
+            ) from problem
 
-        Where the exchange overlaps with the backward pass, `start_exchange` runs it on another thread, and gives what
-        waits for its end.
-        """
-        self._replica.begin_step(self._work.step)
-        wait = start_exchange(self.exchange) if self._overlaps else None
-        self._run("forward and backward", self.program.compute)
-        self.rank.position.phase = "exchange"
-        if wait is None:
-            self.exchange()
-        else:
-            with span(WAIT):
-                wait()
-        results = self.results()
-        self._run("update", self.program.update)
-        return results
+    def exchange(self) -> None:
+        """The second phase of a step; on a thread of its own, where it overlaps with the first."""
+        with span("exchange"):
+            for instruction in self.program.exchange:
+                _HANDLERS[type(instruction)](self, instruction)
+            self.rank.backend.synchronize(self.rank.device)
+            self.hold_total()
+
+    def execute(self, instruction: Instruction) -> None:
+        """One instruction, for who runs all ranks on one thread."""
+        _HANDLERS[type(instruction)](self, instruction)
 
     def cancel(self) -> None:
         """This rank has failed: wakes who waits for it in this process."""
         self._buckets.cancel()
         self._transport.cancel()
-
-    def exchange(self) -> None:
-        """The second phase of a step."""
-        with span("exchange"):
-            for instruction in self.program.exchange:
-                self.execute(instruction)
-            self.rank.backend.synchronize(self.rank.device)
-            self.hold_total()
-
-    def _run(self, phase: str, instructions: Iterable[Instruction]) -> None:
-        self.rank.position.phase = phase
-        with span(phase):
-            for instruction in instructions:
-                self.execute(instruction)
-
-    def execute(self, instruction: Instruction) -> None:
-        """Does what one instruction says."""
-        _HANDLERS[type(instruction)](self, instruction)
 
     def results(self) -> list[RankResult]:
         """What the shards of all ranks leave besides gradients; waits for them."""

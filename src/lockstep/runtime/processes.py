@@ -69,32 +69,28 @@ class Processes:
     def run(self, schedule: Schedule, replicas: Sequence[Replica], work: StepInput) -> StepResult:
         if self._interpreter is None or schedule is not self._schedule:
             self._schedule, self._interpreter = schedule, self.interpreter(schedule)
-        interpreter, self.position.step = self._interpreter, work.step
+        self.position.step = work.step
         for trace in self.traces:
             trace.start_step(work.step)
-
-        def step(rank: int, device: Device, replica: Replica) -> Any:
-            interpreter.begin(work, replica)
-            return interpreter.run(self._start_exchange)
-
-        (results,) = self.each("forward and backward", step, replicas)
+        results = self._interpreter.run(work, replicas[0], self._start_exchange)
         self.enter("loading of samples")
         return StepResult.of_ranks(results)
 
     def interpreter(self, schedule: Schedule) -> Interpreter:
         """This rank's side of a schedule."""
         transport = ProcessTransport(self._group, busy_ranks(schedule), self.position)
-        return Interpreter(Rank(self.rank, self.device, self.backend, self.position), schedule, transport)
+        trace = self.traces[0] if self.traces else None
+        return Interpreter(Rank(self.rank, self.device, self.backend, self.position, trace), schedule, transport)
 
-    def _start_exchange(self, exchange: Callable[[], None]) -> Callable[[], Any]:
-        """Runs the exchange on a thread beside the main one."""
+    def _start_exchange(self, interpreter: Interpreter) -> Callable[[], Any]:
+        """Runs the exchange on a thread beside the main one; the function waits for it."""
         if self._comm_thread is None:
             self._comm_thread = RankThread(f"lockstep-exchange-{self.rank}")
             self._comm_thread.submit(self.backend.start_worker, self.device)
 
         def work() -> None:
-            with traced(self.traces[0].exchange if self.traces else None):
-                exchange()
+            with traced(interpreter.rank.trace and interpreter.rank.trace.exchange):
+                interpreter.exchange()
 
         return self._comm_thread.submit(work).result
 

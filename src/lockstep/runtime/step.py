@@ -1,6 +1,7 @@
 """One training step, for every engine, framework and number of devices. Start here, and with `parallel/data.py`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from lockstep.backends import LossFuture
@@ -23,8 +24,8 @@ class StepOptions(NamedTuple):
 
 
 def train_step(
-    engine: Engine, replicas: Sequence[Replica], step: int, batch: Batch, options: StepOptions, balance: Balance
-) -> list[float]:
+    engine: Engine, replicas: Sequence[Replica], options: StepOptions, balance: Balance, step: int, batch: Batch
+) -> LossFuture:
     """Updates every replica on the whole of `batch`, with the same bits for any number of ranks.
 
     Returns the summed loss of each shard, in shard order.
@@ -36,7 +37,7 @@ def train_step(
     split = DataParallel(ranges, entries, buckets, options.exchange, options.shards_together)
     result = engine.run(data_parallel(split), replicas, StepInput(step, batch, shards))
     balance.measured(ranges, result.seconds)
-    return result.losses
+    return Resolved(result.losses)
 
 
 class Resolved(NamedTuple):
@@ -56,7 +57,7 @@ class Steps(Protocol):
     why_eager: str  # why steps are not captured as CUDA graphs, where they were to be
     capture_seconds: float  # that were spent on capture so far
 
-    def __call__(self, step: int, batch: Batch) -> LossFuture:
+    def run(self, step: int, batch: Batch, /) -> LossFuture:
         """Does step number `step`, or starts it."""
         ...
 
@@ -67,9 +68,5 @@ class EagerSteps:
     max_in_flight = 0
 
     def __init__(self, engine: Engine, replicas: Sequence[Replica], options: StepOptions, balance: Balance) -> None:
-        self._engine, self._replicas, self._options, self._balance = engine, replicas, options, balance
+        self.run: Callable[[int, Batch], LossFuture] = partial(train_step, engine, replicas, options, balance)
         self.why_eager, self.capture_seconds = "", 0.0
-
-    def __call__(self, step: int, batch: Batch) -> LossFuture:
-        """Does step number `step`."""
-        return Resolved(train_step(self._engine, self._replicas, step, batch, self._options, self._balance))

@@ -79,7 +79,7 @@ class Healing:
             raise RunError(f"{who}. {hint}.{how_to_resume(self._config)}")
         self._num_healed += 1
         if self._num_healed > MAX_HEALED:
-            raise RunError(f"{who}; this has been healed {MAX_HEALED} times. A device fails, or code of your own does.")
+            raise RunError(f"{who}; this has been healed {MAX_HEALED} times. Look for a failing device or a bug.")
         assert self._equal is not None, "they were equal at the start"
         equal = unpacked(replicas.engine.broadcast(drift.good, self._equal.packed))
         raise Rollback(equal, f"{who}. Going back to step {equal.progress.step}, where all were equal")

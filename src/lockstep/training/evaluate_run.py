@@ -81,7 +81,7 @@ def evaluate_run(
 
 
 def _recorded_config(settings: dict[str, Any], folder: Path, changed: dict[str, Any]) -> RunConfig:
-    """The settings in config.json, which may be anybody's file."""
+    """The settings in config.json, which is not trusted."""
     known = {field.name for field in fields(RunConfig)}.difference(NOT_NEEDED)
     recorded = {name: value for name, value in settings.items() if name in known and value is not None}
     for name in ("model", "data", "backend"):

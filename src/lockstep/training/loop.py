@@ -82,7 +82,7 @@ class Training:
         return self.replicas
 
     def events(self) -> Events:
-        """RunStarted, then StepDone and EpochDone, and RunDone with the result at last."""
+        """RunStarted, then StepDone and EpochDone, and in the end RunDone with the result."""
         task, engine, config = self._task, self._engine, self._config
         own_devices = [engine.devices[rank] for rank in engine.local_ranks]
         with ExitStack() as undo:
@@ -154,7 +154,7 @@ class Training:
         for batch in train_set.batches(order, config.batch_size, split, epoch):
             number = progress.step + len(in_flight) + 1
             step_began = time.perf_counter()
-            in_flight.append((batch.num_samples, self._steps(number, batch)))
+            in_flight.append((batch.num_samples, self._steps.run(number, batch)))
             self._times.add(batch.num_samples, time.perf_counter() - step_began)
             compares, saves = (every and number % every == 0 for every in (config.check_every, config.checkpoint_every))
             is_stopping = self._start.is_stopping()

@@ -81,7 +81,7 @@ def find_data(config: RunConfig, objects: UserObjects, progress: Progress) -> An
     if data is None and is_entry_point(name):
         function = load_entry_point(name, "data")
         if not callable(function):
-            raise ConfigError(f"The data {name} is a {type(function).__name__}. Name a function that gives the data.")
+            raise ConfigError(f"The data {name} is a {type(function).__name__}. Name a function that returns the data.")
         data = call_user_function(function, "data")
     if data is None or isinstance(data, str):
         return load_dataset(data or name, config.data_dir, progress)

@@ -40,8 +40,8 @@ def train(
     - `model`: a name, a module (left as it was; the trained one is `result.module`), or a function that makes one.
     - `data`: a name, `(X, y)`, `((X, y), (X_test, y_test))`, a map-style data set, or a pair of such. Bytes reach the
       model as 0 to 1. X may be a tuple (the model's arguments) or a dict (its arguments by name).
-    - `loss`: cross_entropy, mse, l1, bce, or a function of (output, y) that gives one number for each sample.
-    - `optimizer`: sgd, adam, adamw, or a function that gets a list of parameters and gives an optimizer.
+    - `loss`: cross_entropy, mse, l1, bce, or a function of (output, y) that returns one number for each sample.
+    - `optimizer`: sgd, adam, adamw, or a function of a list of parameters that returns an optimizer.
     - `schedule`: constant, cosine or linear, after `warmup` steps; or `scheduler`, a function of the optimizer, whose
       result is stepped after every update.
     - `metrics`: names or functions like those of `loss`, as a list or by name; reported as means over the test samples.
