@@ -16,7 +16,7 @@ SOURCE = ROOT / "src" / "lockstep"
 FILES = sorted(SOURCE.rglob("*.py"))
 OLD_WORDS = (  # private words that the field has names for: see CONTRIBUTING.md
     r"whereabouts|way out|WayOut|departures|LastLeaf|PeersLost|sent home|sends everybody|stopwatch|recorded steps?|"
-    r"RecordedSteps|Recorder|meeting place|find_late|kernels that|nobody is in a hurry|code of its own|asking for kernels"
+    r"RecordedSteps|Recorder|meeting place|find_late|nobody is in a hurry|code of its own|asking for kernels"
 )
 
 

@@ -177,6 +177,11 @@ def test_every_flipped_bit_is_found():
             check_corrupt(bytes(flipped))
 
 
+def test_other_spaces_may_be_allowed_and_other_numbers_never():
+    with pytest.raises(CorruptData, match="SHA-256"):
+        unpack(DATA[:-1] + bytes([DATA[-1] ^ 1]), is_strict=False)  # the last byte of an array
+
+
 def test_every_truncation_is_found():
     for num_bytes in range(len(DATA)):
         check_corrupt(DATA[:num_bytes])

@@ -9,19 +9,19 @@ import torch
 
 from lockstep.backends import load_backend
 from lockstep.core.device import Device
-from lockstep.data.batch import Batch
-from lockstep.partition.balance import Balance
-from lockstep.runtime.inprocess import InProcess
-from lockstep.runtime.process_group import ProcessGroup
-from lockstep.runtime.store import LOOPBACK, join_store, serve_store
-from lockstep.schedules.reduction_tree import Node, sum_of
 from lockstep.core.layout import layout_of, sha256_of
+from lockstep.data.batch import Batch
 from lockstep.models import CrossEntropySum
 from lockstep.models.lenet import init_lenet, lenet
-from lockstep.replicas.flat import FlatTrainSpec, FlatReplica
-from lockstep.partition.batch import split_into_shards
-from lockstep.runtime.step import StepOptions, train_step
 from lockstep.optim.optimizers import Sgd
+from lockstep.partition.balance import Balance
+from lockstep.partition.batch import split_into_shards
+from lockstep.replicas.flat import FlatReplica, FlatTrainSpec
+from lockstep.runtime.inprocess import InProcess
+from lockstep.runtime.process_group import ProcessGroup
+from lockstep.runtime.step import StepOptions, train_step
+from lockstep.runtime.store import LOOPBACK, join_store, serve_store
+from lockstep.schedules.reduction_tree import Node, sum_of
 
 pytestmark = [
     pytest.mark.cuda,

@@ -9,8 +9,8 @@ import torch
 
 from lockstep.backends import load_backend
 from lockstep.core.device import Device
-from lockstep.runtime.inprocess import InProcess
 from lockstep.core.errors import BackendError, RankError
+from lockstep.runtime.inprocess import InProcess
 
 TORCH = load_backend("torch")
 FOUR = [Device(f"cpu:{i}") for i in range(4)]

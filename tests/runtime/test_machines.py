@@ -129,7 +129,7 @@ def cable(started):
 
 
 def train_on_both(started, names, tmp_path, *arguments, port, keeper, **more):
-    """`lockstep train` on both machines; that of `keeper` has torchrun's own meeting point."""
+    """`lockstep train` on both machines; that of `keeper` has torchrun's own store."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 2]
     torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[keeper]}:{port}"]
     own = {which: ["--local-addr", ADDRESSES[which], "--rdzv-conf", f"is_host={which == keeper}"] for which in names}
@@ -203,7 +203,7 @@ def expected(lockstep, tmp_path, monkeypatch):
 
 
 def test_two_machines_come_to_the_hash_of_one_process(started, cable, expected, tmp_path):
-    """Torchrun's own meeting point is on the second machine, and rank 0 on the first."""
+    """Torchrun's own store is on the second machine, and rank 0 on the first."""
     names, _ = cable
     processes = train_on_both(started, names, tmp_path, "--out", "run", "--json", port=29411, keeper="b")
     out = wait_for_both(processes, tmp_path)
@@ -235,31 +235,32 @@ def test_when_the_cable_is_cut_both_machines_say_so_and_the_run_goes_on_later(st
     took = wait_until(lambda: not started.workers(), "some rank still waits for the others", TIMEOUT + 25)
     assert took > TIMEOUT / 2
     (said,) = sentences(tmp_path, "a")
-    assert re.match(r"lockstep: rank [01] \(cpu:[01]\), in an exchange, others (did not arrive|were lost): ", said)
+    assert re.match(r"lockstep: rank [01] \(cpu:[01]\), in an exchange, peers (did not arrive|were lost): ", said)
     for rank in (2, 3):
-        seen = rf"rank {rank} \(cpu:{rank - 2}\) is in [a-z ]+ of step \d+, at [^;]+:\d+; it gives no sign of life"
+        seen = rf"rank {rank} \(cpu:{rank - 2}\) is in [a-z ]+ of step \d+, at [^;]+:\d+; it sends no heartbeat"
         assert re.search(seen, said)
-    assert said.endswith("Go on with --resume.")
-    others = sentences(tmp_path, "b")  # they cannot ask each other whether it is said: the meeting point is far
+    assert said.endswith("Resume with --resume.")
+    others = sentences(tmp_path, "b")  # they cannot ask each other whether it is said: the store is far
     assert 1 <= len(others) <= 2
     assert len({line.partition(",")[0] for line in others}) == len(others)
     for line in others:
-        assert re.match(r"lockstep: rank [23] \(cpu:[01]\), in an exchange, others (did not arrive|were lost): ", line)
-        assert "the meeting point of all processes cannot be reached" in line
+        assert re.match(r"lockstep: rank [23] \(cpu:[01]\), in an exchange, peers (did not arrive|were lost): ", line)
+        assert "the store of all processes cannot be reached" in line
     for which in names:
-        assert f"{os.sep}lockstep{os.sep}torchrun.py" not in (tmp_path / f"machine-{which}" / "err").read_text()
+        ours = f"{os.sep}lockstep{os.sep}training{os.sep}torchrun.py"
+        assert ours not in (tmp_path / f"machine-{which}" / "err").read_text()
         assert (tmp_path / f"machine-{which}" / "out").read_text() == ""
     started.end()  # torchrun's own process on the second machine waits for the first as long as TCP does
     set_cable("up")
     processes = train_on_both(started, names, tmp_path, *arguments, "--resume", port=29413, keeper="a")
     result = json.loads(wait_for_both(processes, tmp_path))
     assert result["weights_sha256"] == expected
-    assert re.search(r"going on after step [1-9]", (tmp_path / "machine-a" / "err").read_text())
+    assert re.search(r"continuing after step [1-9]", (tmp_path / "machine-a" / "err").read_text())
     assert sorted(os.listdir(tmp_path / "machine-b")) == ["err", "out"]
 
 
 def test_processes_of_one_machine_can_be_reached_from_nowhere_else(started, tmp_path):
-    """Neither the meeting point nor Gloo listens on another address than loopback; and all end with the run."""
+    """Neither the store nor Gloo listens on another address than loopback; and all end with the run."""
     folder = tmp_path / "machine"
     command = [sys.executable, "-m", "lockstep", "train", *MINE, "--engine", "processes", "--devices", 2]
     process = started.start([*command, "--out", "run", "--checkpoint-every", 2], folder, SLOW="0.2")
@@ -268,7 +269,7 @@ def test_processes_of_one_machine_can_be_reached_from_nowhere_else(started, tmp_
     assert len(processes) == 3
     found = listening(processes)
     assert set(found) == {"127.0.0.1"}
-    assert len(found) >= 3, "the meeting point, and Gloo on both ranks"
+    assert len(found) >= 3, "the store, and Gloo on both ranks"
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=LIMIT) == 130
     assert started.processes() == []

@@ -5,11 +5,11 @@ import time
 
 import pytest
 
-from lockstep.core.device import Device
 from lockstep.core.child_process import fork
+from lockstep.core.device import Device
+from lockstep.core.errors import PeerFailure
 from lockstep.runtime.process_group import ProcessGroup
 from lockstep.runtime.store import LOOPBACK, join_store, serve_store
-from lockstep.core.errors import PeerFailure
 
 TWO = [Device("cpu:0"), Device("cpu:1")]
 

@@ -8,18 +8,18 @@ import pytest
 from lockstep.backends import load_backend
 from lockstep.config import RunConfig
 from lockstep.core.device import Device
-from lockstep.data.batch import Batch
-from lockstep.runtime.inprocess import InProcess
-from lockstep.schedules.reduction_tree import Node, sum_of
 from lockstep.core.layout import layout_of
+from lockstep.data.batch import Batch
 from lockstep.models import CrossEntropySum
 from lockstep.models.lenet import init_lenet, lenet
-from lockstep.replicas.flat import FlatTrainSpec, FlatReplica
-from lockstep.training.run import run
+from lockstep.optim.optimizers import Sgd
 from lockstep.partition.balance import Balance
 from lockstep.partition.batch import split_into_shards
+from lockstep.replicas.flat import FlatReplica, FlatTrainSpec
+from lockstep.runtime.inprocess import InProcess
 from lockstep.runtime.step import StepOptions, train_step
-from lockstep.optim.optimizers import Sgd
+from lockstep.schedules.reduction_tree import Node, sum_of
+from lockstep.training.run import run
 
 TORCH = load_backend("torch")
 

@@ -57,7 +57,7 @@ def test_the_reported_time_of_an_epoch_is_that_of_its_steps(few, monkeypatch):
     class Steps:
         max_in_flight, why_eager, capture_seconds = 0, "", 0.0
 
-        def __call__(self, step, batch):
+        def run(self, step, batch):
             clock[0] += 0.5 if step == 1 else 0.088
             return Resolved([1.0])
 

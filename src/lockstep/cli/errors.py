@@ -14,7 +14,7 @@ from lockstep.core.torchrun_env import torchrun_env
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Ends the program with a sentence where there is an error. Exit status: 2 impossible, 1 failed, 130 interrupted."""
+    """Ends the program with a sentence if there is an error. Exit status: 2 impossible, 1 failed, 130 interrupted."""
     try:
         yield
     except LockstepError as error:

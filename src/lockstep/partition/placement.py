@@ -21,7 +21,7 @@ class Placement(NamedTuple):
 
     @property
     def owners(self) -> list[int]:
-        """For each part, in the order of its entries, the first rank that holds it: together they hold all of it once."""
+        """For each part, in the order of its entries, the first rank that holds it: together they hold all once."""
         first = {part: self.parts.index(part) for part in self.parts if part}
         return [first[part] for part in sorted(first, key=lambda part: part.start)]
 

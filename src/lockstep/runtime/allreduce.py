@@ -1,8 +1,8 @@
 """`lockstep.allreduce`: the exchange of a step, on tensors of the user's own, run by one thread for all ranks.
 
-Where the framework writes in place, nothing is allocated: every value of an exchange has one reader, so a sum is written
-over its left part, and the total into each of the user's tensors; block by block, so that what one rank has written is
-still in the cache when the others copy it.
+Where the framework writes in place, nothing is allocated: every value of an exchange has one reader, so a sum is
+written over its left part, and the total into each of the user's tensors; block by block, so that what one rank has
+written is still in the cache when the others copy it.
 """
 
 from functools import cache

@@ -1,10 +1,10 @@
 """The step on one GPU, captured once as a CUDA graph for each size of batch and replayed from then on.
 
 A step of a small model is hundreds of kernels, and launching them takes longer than running them. The same interpreter
-runs the same kind of schedule while the GPU captures it: the gathering of samples, every shard's forward and backward on
-a stream of its own, the additions, the exchange. The update is captured too, if it is the same in every step from then
-on; else it runs eagerly, as its learning rate is a number of the host. Nobody waits for the GPU within an epoch; the
-host is a few steps ahead of it.
+runs the same kind of schedule while the GPU captures it: the gathering of samples, every shard's forward and backward
+on a stream of its own, the additions, the exchange. The update is captured too, if it is the same in every step from
+then on; else it runs eagerly, as its learning rate is a number of the host. Nobody waits for the GPU within an epoch;
+the host is a few steps ahead of it.
 """
 
 import time

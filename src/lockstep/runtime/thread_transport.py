@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process: a value is handed over by reference, and copied by who receives it, if at all."""
+"""Ranks that are threads of one process: values are handed over by reference; who receives one copies it, if at all."""
 
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
