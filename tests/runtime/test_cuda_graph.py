@@ -101,7 +101,7 @@ def net_with_everything():
 SETTINGS = {"data": "fashion-mnist-mini", "num_epochs": 2, "batch_size": 300, "lr": 0.1, "quiet": True}
 
 
-@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("devices", ["cpu:0", "cpu:0,cpu:1,cpu:2"])
 @pytest.mark.parametrize(
     "how",
     [
@@ -115,7 +115,7 @@ SETTINGS = {"data": "fashion-mnist-mini", "num_epochs": 2, "batch_size": 300, "l
     ids=["lenet", "lenet-adam", "lenet-momentum", "lenet-clipped", "module", "module-adamw"],
 )
 def test_captured_steps_give_the_bits_of_eager_steps(capture, how, devices):
-    expected = lockstep.train(**{**SETTINGS, **how}, devices=2, capture=False)
+    expected = lockstep.train(**{**SETTINGS, **how}, devices="cpu:0,cpu:1", capture=False)
     assert capture.num_captured == 0
     found = lockstep.train(**{**SETTINGS, **how}, devices=devices)
     # 300 samples, and what is left at the end of an epoch; once more when the update is the same from then on
