@@ -2,7 +2,7 @@
 
 `make test` runs them one after the other. The torch environment has all tools and runs all tests; the others have their
 framework only, and run the conformance tests, which are the same for all. The session `long` runs the tests that are
-marked as long, in the torch environment.
+marked as long.
 """
 
 import hashlib
@@ -81,12 +81,14 @@ def numpy(session: nox.Session) -> None:
 @nox.session(default=False, venv_backend="none")
 def long(session: nox.Session) -> None:
     """Crash loops, thousands of damaged files, compilers, two hosts, the benchmark: all that `torch` leaves out."""
-    python = ".venv/torch/bin/python"
-    session.run(
-        python, "-m", "pytest", "-q", "-m", "long", *PARALLEL, env={"LOCKSTEP_BACKENDS": "torch,numpy"}, external=True
-    )
+    for name in ("torch", "paddle", "mxnet", "jax"):
+        python = Path(".venv", name, "bin", "python")
+        if python.exists():
+            tests = ("-m", "pytest", "-q", "-m", "long", *PARALLEL, "tests" if name == "torch" else "tests/backends")
+            backends = "torch,numpy" if name == "torch" else name
+            session.run(str(python), *tests, env={"LOCKSTEP_BACKENDS": backends}, external=True)
 
 
 def conformance(session: nox.Session) -> None:
     install(session, "test" if session.name == "numpy" else f"{session.name},test")
-    session.run("pytest", "-q", *PARALLEL, "tests/backends", env={"LOCKSTEP_BACKENDS": session.name})
+    session.run("pytest", "-q", "-m", "not long", *PARALLEL, "tests/backends", env={"LOCKSTEP_BACKENDS": session.name})

@@ -399,7 +399,7 @@ def test_a_batch_smaller_than_the_number_of_shards_keeps_the_bits(name, few):
 
 def test_runs_of_the_command_line_on_the_small_data_set(name, lockstep):
     """Same hash for k = 1, 2 and 4; the loss of the first step is the oracle's."""
-    settings = ("--backend", name, "--data", "fashion-mnist-mini", "--epochs", 2, "--json")
+    settings = ("--backend", name, "--data", "fashion-mnist-mini", "--epochs", 1, "--json")
     answers = [lockstep("train", *settings, "--devices", ",".join(devices(k))).json for k in (1, 2, 4)]
     assert len({answer["weights_sha256"] for answer in answers}) == 1
     assert [len(answer["devices"]) for answer in answers] == [1, 2, 4]
@@ -592,7 +592,10 @@ def scaled_lenet(scale):
 
 # 20 steps with the text's own weights, and 5 with larger ones. After more of those, rounding errors have grown so much
 # that the text's program disagrees with itself on 1 and 2 devices.
-@pytest.mark.parametrize(("scale", "batch_size", "lr", "tolerance"), [(1, 100, 0.2, 1e-6), (5, 400, 0.1, 1e-5)])
+WEIGHTS = [(1, 100, 0.2, 1e-6), pytest.param(5, 400, 0.1, 1e-5, marks=pytest.mark.long)]
+
+
+@pytest.mark.parametrize(("scale", "batch_size", "lr", "tolerance"), WEIGHTS)
 def test_with_one_shard_the_weights_equal_those_of_the_texts_program(name, scale, batch_size, lr, tolerance):
     data, model = load_dataset("fashion-mnist-mini"), scaled_lenet(scale)
     start = model.init(0)

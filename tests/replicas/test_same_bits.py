@@ -60,13 +60,20 @@ OPTIMIZERS = {
 }
 
 
+SLOW = {"resnet18", "transformer"}  # with adamw they are in the quick suite
+PAIRS = [
+    pytest.param(case, optimizer, marks=[pytest.mark.long] if case in SLOW and optimizer != "adamw" else [])
+    for case in CASES
+    for optimizer in OPTIMIZERS
+]
+
+
 def made(case):
     torch.manual_seed(1)
     return CASES[case][0]()
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "optimizer"), PAIRS)
 def test_every_number_of_devices_gives_the_same_weights_and_buffers(case, optimizer):
     module, (_, data, batch_size) = made(case), CASES[case]
     results = [

@@ -202,6 +202,7 @@ def expected(lockstep, tmp_path, monkeypatch):
     return answer.json["weights_sha256"]
 
 
+@pytest.mark.long
 def test_two_machines_come_to_the_hash_of_one_process(started, cable, expected, tmp_path):
     """Torchrun's own store is on the second machine, and rank 0 on the first."""
     names, _ = cable
@@ -223,6 +224,7 @@ def shown_last(machine):
     return "epoch 6/6" not in (machine / "err").read_text()
 
 
+@pytest.mark.long
 def test_when_the_cable_is_cut_both_machines_say_so_and_the_run_goes_on_later(started, cable, expected, tmp_path):
     names, set_cable = cable
     arguments = ("--out", "run", "--json", "--checkpoint-every", 2, "--timeout", TIMEOUT)
