@@ -7,27 +7,23 @@
 - crop: the same on 26x26 images (models/lenet_cropped.py)
 - fused: the kernels of backends/torch_lenet_cpu.py, on 28x28 images
 - both: crop and fused, which is what `lockstep train` runs
-- both-python: the same without TorchScript: its functions run in the Python interpreter
 
-both and both-python are measured on two threads at once too, each with a core and a shard of its own: threads in the
-interpreter wait for each other (the GIL), and threads in TorchScript do not.
+plain and both are measured on two threads at once too, each with a core and a shard of its own.
 """
 
 import argparse
-import importlib.util
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
-from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 
-from lockstep.backends import Ops, torch_lenet_cpu
+from lockstep.backends import Ops
 from lockstep.backends.hardware import pin_to_core
 from lockstep.backends.torch import BACKEND, TorchOps
 from lockstep.bench.results import append_result, describe_run
@@ -50,29 +46,12 @@ class Variant(NamedTuple):
     conv_relu_pool2d: Callable[..., Any]  # in place of that of `TorchOps`
 
 
-def without_torchscript() -> ModuleType:
-    """Another copy of backends/torch_lenet_cpu.py, whose functions are run by the Python interpreter."""
-    spec = importlib.util.spec_from_file_location("torch_lenet_cpu_python", torch_lenet_cpu.__file__)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with mock.patch("torch.jit.script", lambda function: function):
-        spec.loader.exec_module(module)
-    return module
-
-
 def variants() -> dict[str, Variant]:
-    in_python = without_torchscript().ConvReluPool2d
-
-    def fused_in_python(ops: Ops, X: Any, weight: Any, bias: Any, size: int) -> Any:
-        return in_python.apply(X, weight, bias, size)
-
     return {
         "plain": Variant(lenet, Ops.conv_relu_pool2d),
         "crop": Variant(lenet_cropped, Ops.conv_relu_pool2d),
         "fused": Variant(lenet, TorchOps.conv_relu_pool2d),
         "both": Variant(lenet_cropped, TorchOps.conv_relu_pool2d),
-        "both-python": Variant(lenet_cropped, fused_in_python),
     }
 
 
@@ -99,7 +78,7 @@ def measure(num_rounds: int, num_repeats: int) -> Table:
             gradients(net, *shards[rank])
 
     ways = variants()
-    rows = {name: Row(name) for name in (*ways, f"both{THREADS}", f"both-python{THREADS}")}
+    rows = {name: Row(name) for name in (*ways, f"plain{THREADS}", f"both{THREADS}")}
     threads = [ThreadPoolExecutor(1, initializer=start_thread, initargs=(rank,)) for rank in range(2)]
     with BACKEND.session(DEVICES):
         expected = gradients(lenet, *shards[0])
@@ -123,10 +102,8 @@ def measure(num_rounds: int, num_repeats: int) -> Table:
     for thread in threads:
         thread.shutdown()
     title = f"LeNet on the CPU: forward and backward of {NUM_SAMPLES} images, median of {num_rounds} rounds"
-    notes = []
-    for where, suffix in (("on one thread", ""), ("on two threads at once", THREADS)):
-        ratio = median(rows[f"both-python{suffix}"].ratios(rows[f"both{suffix}"]))
-        notes.append(f"{where}, the Python interpreter takes {ratio:.2f} times as long as TorchScript")
+    threaded = median(rows[f"both{THREADS}"].ratios(rows[f"plain{THREADS}"]))
+    notes = [f"on two threads at once: both takes {threaded:.2f} of the time of plain"]
     settings = {"num_samples": NUM_SAMPLES, "rounds": num_rounds, "repeats_per_round": num_repeats}
     return Table(title, "plain", list(rows.values()), unit="shard", notes=notes, settings=settings)
 

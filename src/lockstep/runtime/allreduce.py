@@ -5,7 +5,9 @@ written over its left part, and the total into each of the user's tensors; block
 written is still in the cache when the others copy it.
 """
 
-from functools import cache
+from collections.abc import Sequence
+from functools import lru_cache
+from threading import get_ident
 
 from lockstep.backends import Backend, Tensor
 from lockstep.core.device import Device
@@ -13,24 +15,11 @@ from lockstep.parallel.data import DataParallel, data_parallel
 from lockstep.runtime.engine import Position, Rank
 from lockstep.runtime.interpreter import Interpreter
 from lockstep.runtime.thread_transport import Exchanges
-from lockstep.schedules.instructions import Add, Communicate, Instruction, Partial, Schedule, Wait
+from lockstep.schedules.instructions import Add, Communicate, Partial, Wait
 from lockstep.schedules.proof import one_thread_order
 from lockstep.schedules.reduction_tree import Node
 
 BLOCK = 1 << 21  # entries: the fastest of 2**19 to 2**22 on 2 cores with 32 MiB of cache, for 2, 4 and 8 x 40 MB
-
-
-@cache
-def exchange_schedule(name: str, num_ranks: int, num_entries: int) -> Schedule:
-    """A step in which rank r has shard r; of it, only the exchange will be run."""
-    entries, shards = range(num_entries), tuple(range(rank, rank + 1) for rank in range(num_ranks))
-    return data_parallel(DataParallel(shards, entries, (entries,), name))
-
-
-@cache
-def exchange_order(schedule: Schedule) -> list[tuple[int, Instruction]]:
-    """(rank, instruction) of the exchange, in an order for one thread."""
-    return [entry for entry in one_thread_order(schedule) if isinstance(entry[1], (Add, Communicate, Wait))]
 
 
 def allreduce_in_place(backend: Backend, data: list[Tensor], exchange: str) -> list[Tensor]:
@@ -43,12 +32,10 @@ def allreduce_in_place(backend: Backend, data: list[Tensor], exchange: str) -> l
     ]
     size = len(vectors[0])
     block = BLOCK if backend.capabilities.writes_in_place else max(size, 1)
-    runner: OneThread | None = None
     for start in range(0, size, block):
         stop = min(start + block, size)
-        if runner is None or stop - start < block:
-            runner = OneThread(backend, devices, exchange, stop - start)
-        totals = runner.run([backend.chunk(vector, start, stop) for vector in vectors])
+        exchange_all = one_thread(get_ident(), backend, tuple(devices), exchange, stop - start)
+        totals = exchange_all.run([backend.chunk(vector, start, stop) for vector in vectors])
     for rank, (entry, view) in enumerate(zip(data, views, strict=True)):
         if view is None:
             total = vectors[rank] if backend.capabilities.writes_in_place else totals[rank]
@@ -59,21 +46,39 @@ def allreduce_in_place(backend: Backend, data: list[Tensor], exchange: str) -> l
 class OneThread:
     """All ranks of an exchange, run by the calling thread, for vectors of one size."""
 
-    def __init__(self, backend: Backend, devices: list[Device], exchange: str, num_entries: int) -> None:
-        self._schedule = exchange_schedule(exchange, len(devices), num_entries)
+    def __init__(self, backend: Backend, devices: Sequence[Device], exchange: str, num_entries: int) -> None:
+        # a step in which rank r has shard r; of it, only the exchange is run
+        entries, shards = range(num_entries), tuple(range(rank, rank + 1) for rank in range(len(devices)))
+        schedule = data_parallel(DataParallel(shards, entries, (entries,), exchange))
         exchanges = Exchanges(backend, devices, devices, busy=[])
         self._interpreters = [
-            Interpreter(Rank(rank, device, backend, Position()), self._schedule, exchanges.transport(rank))
+            Interpreter(Rank(rank, device, backend, Position()), schedule, exchanges.transport(rank))
             for rank, device in enumerate(devices)
+        ]
+        self._leaves = [Partial(Node(rank, 1), entries) for rank in range(len(devices))]
+        self._order = [
+            (self._interpreters[rank].execute, instruction)
+            for rank, instruction in one_thread_order(schedule)
+            if isinstance(instruction, (Add, Communicate, Wait))
         ]
 
     def run(self, vectors: list[Tensor]) -> list[Tensor]:
         """The total on every rank; in the memory of `vectors`, where the framework writes in place."""
-        for rank, (interpreter, vector) in enumerate(zip(self._interpreters, vectors, strict=True)):
-            interpreter.hold(Partial(Node(rank, 1), self._schedule.entries), vector)
-            interpreter.workspace.use_as_total(vector)
-        for rank, instruction in exchange_order(self._schedule):
-            self._interpreters[rank].execute(instruction)
-        for interpreter in self._interpreters:
-            interpreter.hold_total()
-        return [interpreter.total for interpreter in self._interpreters]
+        try:
+            for interpreter, leaf, vector in zip(self._interpreters, self._leaves, vectors, strict=True):
+                interpreter.hold(leaf, vector)
+                interpreter.workspace.use_as_total(vector)
+            for execute, instruction in self._order:
+                execute(instruction)
+            return [interpreter.release_total() for interpreter in self._interpreters]
+        except BaseException:
+            one_thread.cache_clear()  # this one has stopped halfway
+            raise
+
+
+@lru_cache(maxsize=16)
+def one_thread(
+    thread: int, backend: Backend, devices: tuple[Device, ...], exchange: str, num_entries: int
+) -> OneThread:
+    """Kept for the next tensors of that size, for each thread that calls `lockstep.allreduce`: they are made slowly."""
+    return OneThread(backend, devices, exchange, num_entries)

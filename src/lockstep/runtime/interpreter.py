@@ -228,6 +228,13 @@ class Interpreter:
                 return self.rank.backend.chunk(tensor, start - entries.start, stop - entries.start)
         raise KeyError(value)
 
+    def release_total(self) -> Tensor:
+        """The total, once the exchange is over. Nothing of it is kept here."""
+        self.hold_total()
+        total, self.total = self.total, None
+        self.workspace.use_as_total(None)
+        return total
+
     def hold_total(self) -> None:
         """The exchange is over: all values but the total are dropped. What was received by reference has been read."""
         (update,) = self.program.update

@@ -30,7 +30,7 @@ class Workspace:
         self._written: set[Partial] = set()  # parts of the total, in this step
         self.accumulates = False  # other sums are written over their left parts
 
-    def use_as_total(self, vector: Tensor) -> None:
+    def use_as_total(self, vector: Tensor | None) -> None:
         """The total is to be written into the memory of `vector`, and leaves may be overwritten on the way."""
         if self._backend.capabilities.writes_in_place:
             self._total, self._joins, self.accumulates = vector, True, True
