@@ -24,7 +24,7 @@ def split_into_shards(num_samples: int, num_shards: int) -> list[range]:
     """The shards of a batch that hold samples: `num_shards` of them, or fewer if the batch is that small.
 
     Empty shards are the last ones, and the tree of the first n shards is a part of the tree of all (see
-    `exchange/nodes.py`), so leaving them out changes no addition.
+    `schedules/reduction_tree.py`), so leaving them out changes no addition.
 
     >>> split_into_shards(5, num_shards=2)
     [range(0, 3), range(3, 5)]
