@@ -1,4 +1,4 @@
-"""What several tests use: a tiny data set, and the command line without a new process."""
+"""What several tests use: a tiny dataset, and the command line without a new process."""
 
 import io
 import json
@@ -47,7 +47,7 @@ def lockstep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., A
 
 
 def write_npz(path: Path, num_train: int, num_test: int) -> Path:
-    """A data set with one image for each class, and noise."""
+    """A dataset with one image for each class, and noise."""
     random = np.random.RandomState(1)
     y_train, y_test = np.arange(num_train) % 10, np.arange(num_test) % 10
     prototypes = random.randint(0, 200, (10, 28, 28))
@@ -63,13 +63,13 @@ def write_npz(path: Path, num_train: int, num_test: int) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data set of 260 training and 30 test images, as a .npz file: a batch of 256 and a short one."""
+    """A dataset of 260 training and 30 test images, as a .npz file: a batch of 256 and a short one."""
     return write_npz(tmp_path_factory.mktemp("data") / "tiny.npz", 260, 30)
 
 
 @pytest.fixture(scope="session")
 def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data set of 24 training and 10 test images, for batches of a few samples."""
+    """A dataset of 24 training and 10 test images, for batches of a few samples."""
     return write_npz(tmp_path_factory.mktemp("data") / "few.npz", 24, 10)
 
 

@@ -146,7 +146,7 @@ def test_too_many_devices_are_refused_with_two_remedies(num_shards, shards):
         check_ranks(3, num_shards)
     assert str(refused.value) == (
         f"3 devices cannot share {shards} some would never have work. "
-        f"Use at most {num_shards} devices, or 3 shards (--shards; another run, with other bits)."
+        f"Use at most {num_shards} devices, or 3 shards (--shards; this changes the weights)."
     )
 
 

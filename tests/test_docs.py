@@ -31,7 +31,7 @@ def test_the_python_on_this_page_runs(page, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "sh")], ids=name)
 def test_the_commands_on_this_page_run_as_written_on_the_small_data_set(page, lockstep, tmp_path):
-    """Lines that start with `lockstep` are run; the full data set, large models and ten epochs are replaced."""
+    """Lines that start with `lockstep` are run; the full dataset, large models and ten epochs are replaced."""
     for file, content in re.findall(r"^```python (\w+\.py)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
         (tmp_path / file).write_text(content)  # the page's own file, which its commands name
     commands = [line for block in blocks(page, "sh") for line in block.splitlines() if line.startswith("lockstep ")]

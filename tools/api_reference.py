@@ -75,7 +75,7 @@ def settings() -> str:
     """The table of settings."""
     rows = [
         "## Settings of a run\n",
-        "| `train(...)` | command line | type | default | what | part of the run |",
+        "| `train(...)` | command line | type | default | what | changes the weights |",
         "|---|---|---|---|---|---|",
     ]
     for each in settings_in():

@@ -146,10 +146,10 @@ BREAKS = [
     ),
     Break(
         "exact counting",
-        "the last piece of the test samples is not evaluated",
+        "the last batch of the test samples is not evaluated",
         "training/evaluate.py",
-        "own = [pieces[number] for number in shares.get(rank, ())]",
-        "own = [pieces[number] for number in shares.get(rank, ()) if number + 1 < len(pieces) or number == 0]",
+        "own = [eval_batches[number] for number in shares.get(rank, ())]",
+        "own = [eval_batches[n] for n in shares.get(rank, ()) if n + 1 < len(eval_batches) or n == 0]",
         "tests/backends/test_conformance.py tests/test_api.py tests/runtime/test_step.py",
     ),
     Break(

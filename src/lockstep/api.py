@@ -35,7 +35,7 @@ from lockstep.training.api_inputs import (
     layout_of_params,
 )
 from lockstep.training.evaluate import evaluate_batches
-from lockstep.training.flat_task import PIECE
+from lockstep.training.flat_task import EVAL_BATCH_SIZE
 from lockstep.training.replica_set import ReplicaSet
 from lockstep.training.train import train as train
 
@@ -188,4 +188,4 @@ def evaluate_accuracy(
         spec = FlatTrainSpec(backend, faster(net), layout, Sgd(1.0))
         replicas = [FlatReplica(spec, flat) for flat in flat_replicas(engine, layout, device_params)]
         batches = [batch_of(backend, X, y, found)]
-        return evaluate_batches(ReplicaSet(engine, replicas), batches, PIECE)["accuracy"]
+        return evaluate_batches(ReplicaSet(engine, replicas), batches, EVAL_BATCH_SIZE)["accuracy"]

@@ -26,7 +26,7 @@ ON_HANG = {"stop": "end the run and name the straggler", "drop": "continue witho
 BATCH_NORMS = {"shard": "of each shard, running ones updated shard by shard", "sync": "of the whole batch"}
 PRECISIONS = {
     "fp32": "float32 throughout",
-    "tf32": "float32 parameters, products rounded to TensorFloat-32 (NVIDIA GPUs)",
+    "tf32": "float32 parameters, matmuls and convolutions in TF32 (NVIDIA GPUs)",
     "bf16": "float32 parameters, bfloat16 where it is safe (autocast)",
 }
 
@@ -43,7 +43,7 @@ class RunConfig:
     devices: int | str | None = setting(
         None,
         "A number (GPUs if there are that many, else logical CPU devices), or a list: cpu:0,cpu:1 or cuda:0,cuda:0. "
-        "Default: all GPUs, else a logical CPU device for each core.",
+        "Default: all GPUs, else a logical CPU device for each core; at most --shards of them.",
     )
     batch_size: int = setting(256, "Samples of one update, over all devices together.", IDENTITY, limits={">=": 1})
     learning_rate: float | None = setting(
@@ -59,12 +59,14 @@ class RunConfig:
         "y_test)), a map-style dataset or a pair of them.",
         IDENTITY,
     )
-    data_dir: Path | None = setting(None, "Folder with the files of Fashion-MNIST. Default: search, then fetch.")  # noqa: RUF009
+    data_dir: Path | None = setting(None, "Folder with the files of Fashion-MNIST. Default: a cache, or a download.")  # noqa: RUF009
     loss: str = setting(
-        "cross_entropy", f"cross_entropy, mse, l1, bce, {OWN} which maps (output, y) to each sample's loss.", IDENTITY
+        "cross_entropy",
+        f"cross_entropy, mse, l1, bce, {OWN} which takes (output, y) and returns a loss per sample.",
+        IDENTITY,
     )
     optimizer: str = setting(
-        "sgd", f"sgd, adam, adamw, {OWN} which returns an optimizer of a list of parameters.", IDENTITY
+        "sgd", f"sgd, adam, adamw, {OWN} which takes the parameters and returns an optimizer.", IDENTITY
     )
     momentum: float = setting(0.0, "Momentum of sgd.", IDENTITY, limits={">=": 0, "<": 1})
     weight_decay: float = setting(0.0, "Weight decay.", IDENTITY, limits={">=": 0})
@@ -72,10 +74,10 @@ class RunConfig:
     warmup: int = setting(0, "Steps in which the learning rate grows to its full value.", IDENTITY, limits={">=": 0})
     clip_norm: float | None = setting(None, "Clip gradients to this norm. Default: off.", IDENTITY, limits={">": 0})
     batch_norm: str = setting("shard", "Statistics of batch norm.", IDENTITY, choices=BATCH_NORMS)
-    precision: str = setting("fp32", "Arithmetic of a model that is a module.", IDENTITY, choices=PRECISIONS)
+    precision: str = setting("fp32", "Precision of a model that is a module.", IDENTITY, choices=PRECISIONS)
     num_shards: int = setting(
         8,
-        "Shards (micro-batches) of a batch. Changing it changes the bits; changing --devices does not.",
+        "Shards (micro-batches) of a batch. Changing it changes the weights; changing --devices does not.",
         IDENTITY,
         limits={">=": 1, "<=": MAX_SHARDS},
         option="shards",
@@ -84,10 +86,10 @@ class RunConfig:
     backend: str = setting(
         DEFAULT_BACKEND, "The framework (see `lockstep devices`).", IDENTITY, choices=dict.fromkeys(BACKENDS)
     )
-    engine: str = setting("inprocess", "Who runs the devices.", choices=ENGINES)
+    engine: str = setting("inprocess", "How ranks run.", choices=ENGINES)
     exchange: str = setting(
         "sharded",
-        "The all-reduce. ring, and native (the framework's own, between processes), do not keep the bits.",
+        "The all-reduce. With ring and native (the framework's own, of processes) weights depend on --devices.",
         AGREED,
         choices={**EXCHANGES, NATIVE: None},
     )
@@ -95,7 +97,9 @@ class RunConfig:
         BUCKET_MB, "Megabytes of a bucket, exchanged during the backward pass; 0: no overlap.", AGREED, limits={">=": 0}
     )
     balance: str = setting("equal", "How shards are assigned to devices.", AGREED, choices=BALANCES)
-    compile: bool = setting(False, "Compile the model (torch.compile): faster steps, other bits.", IDENTITY)
+    compile: bool = setting(
+        False, "Compile the model (torch.compile): faster steps; the weights differ from those without.", IDENTITY
+    )
     capture: bool = setting(True, "Capture steps on one GPU as a CUDA graph.")
     trace: bool = setting(False, "Write a timeline of every device to trace.json, for Chrome or Perfetto.", AGREED)
     workers: int | None = setting(
@@ -110,7 +114,7 @@ class RunConfig:
     heal: bool = setting(False, "When replicas differ, go back to where they were equal, instead of stopping.", AGREED)
     timeout: float = setting(60.0, "Seconds that ranks wait for a straggler.", limits={">": 0, "<": 7 * 24 * 3600})
     on_hang: str = setting("stop", "What to do after the timeout.", choices=ON_HANG)
-    max_restarts: int = setting(3, "Restarts of workers that die; then the others continue.", limits={">=": 0})
+    max_restarts: int = setting(3, "Restarts of rank processes that die; then the others continue.", limits={">=": 0})
 
     def __post_init__(self) -> None:
         if callable(self.schedule):
@@ -153,7 +157,7 @@ def check_ranks(num_ranks: int, num_shards: int) -> None:
     if num_ranks > num_shards:
         raise ConfigError(
             f"{num_ranks} devices cannot share {num_shards} shard{'s' * (num_shards > 1)}: some would never have work. "
-            f"Use at most {num_shards} devices, or {num_ranks} shards (--shards; another run, with other bits)."
+            f"Use at most {num_shards} devices, or {num_ranks} shards (--shards; this changes the weights)."
         )
 
 

@@ -97,7 +97,9 @@ def test_evaluate_refuses_what_is_not_a_run(lockstep, tmp_path):
     for folder in ("empty", "nowhere"):
         answer = lockstep("evaluate", folder)
         assert answer.status == 2
-        assert answer.err == f"lockstep: {folder} is not a run: it has no config.json.\n"
+        assert answer.err == (
+            f"lockstep: {folder} is not a run: it has no config.json. Give the folder of one, like runs/NAME.\n"
+        )
 
 
 DAMAGE = {
@@ -226,7 +228,7 @@ def test_data_refuses_unknown_and_missing_data_sets(lockstep, tmp_path, monkeypa
     monkeypatch.setattr("lockstep.data.sources.SYSTEM_FOLDER", tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     refused = {
-        "data mnist": "no data set",
+        "data mnist": "no dataset",
         "data fashion-mnist --verify": "fashion-mnist is not on this machine",
         "data fashion-mnist --data-dir empty": "does not have Fashion-MNIST",
         "data --verify --data-dir nowhere": "There is no folder",

@@ -21,7 +21,7 @@ def known():
 
 
 # A choice from the grid of devices x exchanges x batch sizes; tests/runtime has all of it for single steps, and
-# benchmarks/matrix.py runs all of it on the small data set.
+# benchmarks/matrix.py runs all of it on the small dataset.
 CASES = [("fashion-mnist-mini", k, "sharded", 256) for k in (1, 2, 8)]
 CASES += [("fashion-mnist-mini", "cpu:0,cpu:1", "sharded", 256), ("fashion-mnist-mini", 5, "tree", 256)]
 CASES += [("tiny", k, "sharded", 256) for k in range(1, 9)]
@@ -105,7 +105,7 @@ WRONG = {
     "--shards 0": "shards must be at least 1 and at most 4096, got 0 (--shards).",
     "--seed -1": "seed must be at least 0 and at most 4294967295, got -1 (--seed).",
     "--model lenett": "no model called 'lenett'. Did you mean 'lenet'?",
-    "--data fashion": "no data set (or .npz file) called 'fashion'",
+    "--data fashion": "no dataset (or .npz file) called 'fashion'",
     "--data missing.npz": "missing.npz.",
     "--exchange rings": "Did you mean 'ring'?",
     "--engine threads": "no engine called 'threads'. There are: inprocess, processes (--engine).",
@@ -158,7 +158,7 @@ def test_a_loss_that_is_no_longer_a_number_stops_the_run_and_its_metrics_are_kep
     answer = lockstep("train", "--data", tiny, "--devices", 2, "--lr", 1e30, "--batch-size", 100, "--out", "run")
     assert answer.status == 1
     assert answer.out == ""
-    assert re.search(r"lockstep: epoch 1, step \d: the loss is no longer a number\. .*too large", answer.err)
+    assert re.search(r"lockstep: epoch 1, step \d: the loss is NaN or infinite\. .*too large", answer.err)
     assert "The metrics are in run." in answer.err
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["event"] == "stopped"
@@ -179,7 +179,7 @@ def test_finished_epochs_are_kept_when_the_loss_is_no_longer_a_number(lockstep, 
     monkeypatch.setattr(torch, "value_and_grad", spoilt)
     answer = lockstep("train", "--data", tiny, "--devices", 1, "--batch-size", 100, "--epochs", 3, "--out", "run")
     assert answer.status == 1
-    assert "epoch 2, step 6: the loss is no longer a number" in answer.err
+    assert "epoch 2, step 6: the loss is NaN or infinite" in answer.err
     assert "the weights after epoch 1 are in run. To start over" in answer.err
     assert sorted(os.listdir(tmp_path / "run")) == [
         "checkpoints",
@@ -205,7 +205,7 @@ def test_weights_that_are_no_longer_numbers_stop_the_run_too(lockstep, few, monk
     monkeypatch.setattr(torch, "value_and_grad", spoilt)
     answer = lockstep("train", "--data", few, "--devices", 1, "--batch-size", 24, "--epochs", 2, "--out", "run")
     assert answer.status == 1
-    assert "epoch 1, step 1: a weight is no longer a number" in answer.err
+    assert "epoch 1, step 1: a weight is NaN or infinite" in answer.err
 
 
 def test_ctrl_c_while_an_event_is_recorded_stops_the_run_with_its_own_message(lockstep, few, tmp_path, monkeypatch):

@@ -65,8 +65,8 @@ def test_a_runs_record_does_not_decide_what_code_is_run(own, tmp_path):
     refused = own("evaluate", "run")
     assert refused.status == 2
     assert refused.err == (
-        "lockstep: The model of the run in run is code of your own, own_file:make_model. A record does not decide what "
-        "code is run: add --model own_file:make_model.\n"
+        "lockstep: The model of the run in run is code of your own, own_file:make_model. Lockstep never "
+        "imports code that only config.json names: add --model own_file:make_model.\n"
     )
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     (tmp_path / "evil.py").write_text("open('broken-in', 'w')")
@@ -115,7 +115,7 @@ def test_a_users_loss_and_optimizer(own):
         (("--workers", "-1"), "workers must be at least 0 and at most 256, got -1 (--workers)."),
         (("--precision", "fp8"), "There is no precision called 'fp8'. There are: bf16, fp32, tf32 (--precision)."),
         (("--batch-norm", "global"), "There is no batch norm called 'global'. There are: shard, sync (--batch-norm)."),
-        (("--backend", "numpy"), "own_file:make_model is a module of torch, and the backend is numpy."),
+        (("--backend", "numpy"), "own_file:make_model needs --backend torch. In numpy, use --model lenet."),
     ],
 )
 def test_wrong_settings_are_status_2_in_one_line_and_nothing_is_written(own, tmp_path, arguments, sentence):

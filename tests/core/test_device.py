@@ -154,7 +154,8 @@ def test_cpu_and_gpu_together_are_refused(check):
 def test_a_missing_gpu_is_refused_with_those_that_exist(gpus, has, check):
     with pytest.raises(DeviceError) as refused:
         check([Device("cuda:2")], gpus)
-    assert str(refused.value) == f"There is no cuda:2: {has}. Use logical CPU devices: cpu:0,cpu:1."
+    hint = "Use what there is, also twice: cuda:0,cuda:0" if gpus else "Use logical CPU devices: cpu:0,cpu:1"
+    assert str(refused.value) == f"There is no cuda:2: {has}. {hint}."
 
 
 def test_a_logical_device_listed_twice_is_refused_with_a_list_that_works():

@@ -84,7 +84,7 @@ def test_a_traced_run_records_what_every_device_did(lockstep, tiny, tmp_path, en
     assert answer.status == 0, answer.err
     assert answer.json["weights_sha256"] == plain.json["weights_sha256"]
     assert not (tmp_path / "plain" / "trace.json").exists()
-    pattern = r"^a step took [\d.]+ ms; a perfect 2-fold speed-up would take [\d.]+; lost in ms: .*exchange [\d.]+"
+    pattern = r"^a step took [\d.]+ ms; ideal 2x scaling: [\d.]+ ms; overhead: .*exchange [\d.]+ ms"
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     (sentence,) = [line["sentence"] for line in lines if line["event"] == "traced"]
     assert re.search(pattern, sentence)

@@ -1,4 +1,4 @@
-"""Data sets from arrays and tensors: every form that is accepted, and what is refused."""
+"""Datasets from arrays and tensors: every form that is accepted, and what is refused."""
 
 import numpy as np
 import pytest

@@ -73,7 +73,7 @@ def test_unpacked_files_are_read_as_well(folder):
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_a_missing_file_is_named(folder, file):
     (folder / f"{file.name}.gz").unlink()
-    assert sentence_about(folder) == f"{folder} has no {file.name}.gz and no {file.name}."
+    assert sentence_about(folder) == f"{folder} has no {file.name}.gz. Leave --data-dir out to download it."
 
 
 def test_a_folder_in_place_of_a_file_counts_as_missing(tmp_path):

@@ -105,7 +105,7 @@ def test_a_forged_header_is_refused_before_memory_is_allocated(path):
 
 def test_no_images_of_a_forged_size_are_refused(path):
     sentence = refusal(path, HEADER[:4] + bytes(4) + b"\xff" * 8)
-    assert "announces 0 x 4294967295 x 4294967295 bytes, which no data set of this kind has" in sentence
+    assert "announces 0 x 4294967295 x 4294967295 bytes, which no dataset of this kind has" in sentence
 
 
 @pytest.mark.parametrize("num_bytes", range(2, len(PACKED)))

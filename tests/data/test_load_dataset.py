@@ -1,4 +1,4 @@
-"""Data sets by name, or from a file."""
+"""Datasets by name, or from a file."""
 
 import hashlib
 
@@ -33,7 +33,7 @@ def test_an_unknown_name_is_refused_with_the_known_names():
     with pytest.raises(ConfigError) as refused:
         load_dataset("fashion-minst")
     assert str(refused.value) == (
-        "There is no data set (or .npz file) called 'fashion-minst'. Did you mean 'fashion-mnist'? "
+        "There is no dataset (or .npz file) called 'fashion-minst'. Did you mean 'fashion-mnist'? "
         f"There are: {', '.join(sorted(DATASETS))}."
     )
 
@@ -65,7 +65,7 @@ def test_a_folder_with_an_impossible_name_is_refused(tmp_path):
     )
 
 
-# --- the hash of a data set
+# --- the hash of a dataset
 
 SMALL = {
     "X_train": np.arange(12, dtype=np.uint8).reshape(3, 1, 2, 2),

@@ -1,4 +1,4 @@
-"""Map-style data sets: the same bits for any number of workers and devices, keyed augmentation, error messages."""
+"""Map-style datasets: the same bits for any number of workers and devices, keyed augmentation, error messages."""
 
 import gc
 import multiprocessing
@@ -184,7 +184,7 @@ def test_a_worker_that_exits_ends_the_run_with_an_error(vectors):
 
     with pytest.raises(
         RunError,
-        match=r"data cannot be loaded: (DataLoader worker .* exited unexpectedly|a process that loads it has ended)",
+        match=r"data cannot be loaded: (DataLoader worker .* exited unexpectedly|a loader worker has died)",
     ):
         lockstep.train(model=nn.Linear(6, 3), data=Dies(vectors), devices=1, workers=2, **SETTINGS)
     assert nothing_is_left()

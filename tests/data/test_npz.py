@@ -133,7 +133,7 @@ def test_a_pickle_is_refused_and_not_executed(path, tmp_path):
 def test_a_single_array_is_refused(path):
     file = io.BytesIO()
     np.save(file, GOOD["X_train"])
-    assert "holds one array; a data set needs X_train" in refusal(path, file.getvalue())
+    assert "holds one array; a dataset needs X_train" in refusal(path, file.getvalue())
 
 
 @pytest.mark.parametrize("content", [b"", b"X", b"some,text\n" * 20, bytes(100)])
@@ -148,7 +148,7 @@ def test_the_error_does_not_advise_allow_pickle(path):
 def test_a_file_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(DataError) as refused:
         read_npz(tmp_path / "nowhere.npz", "nowhere.npz")
-    assert str(refused.value) == f"There is no file {tmp_path / 'nowhere.npz'}."
+    assert str(refused.value) == f"There is no file {tmp_path / 'nowhere.npz'}. Check the path (--data)."
 
 
 def test_a_folder_is_refused(tmp_path):

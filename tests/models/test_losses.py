@@ -76,5 +76,5 @@ def test_the_scores_in_a_tuple_are_its_first_entry():
     scores = torch.zeros(2)
     assert first((scores, 1)) is scores
     assert first([(scores,), 2]) is scores
-    with pytest.raises(ConfigError, match="The model gives a dict, and a named loss needs a tensor"):
+    with pytest.raises(ConfigError, match="The model returns a dict, and a named loss needs a tensor"):
         first({"logits": scores})

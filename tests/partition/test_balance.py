@@ -38,7 +38,7 @@ def test_shares_are_equal_until_enough_was_measured_and_then_follow_the_speed():
     balance = MeasuredBalance()
     for _ in range(WINDOW):
         assert lengths(balance, 16, 2) == [8, 8]
-        balance.measured(balance.ranges(16, 2), [8.0, 16.0])
+        balance.record_times(balance.ranges(16, 2), [8.0, 16.0])
     assert lengths(balance, 16, 2) == [11, 5]
     assert lengths(balance, 3, 2) == [2, 1], "a short batch"
 
@@ -49,7 +49,7 @@ def test_shares_move_again_when_a_rank_slows_down_and_when_it_recovers():
     def train(num_steps):
         for _ in range(num_steps):
             ranges = balance.ranges(16, 2)
-            balance.measured(ranges, [len(own) * time for own, time in zip(ranges, speeds, strict=True)])
+            balance.record_times(ranges, [len(own) * time for own, time in zip(ranges, speeds, strict=True)])
         return lengths(balance, 16, 2)
 
     assert train(10) == [8, 8]
@@ -63,14 +63,14 @@ def test_one_disturbed_step_and_small_differences_move_nothing():
     balance = MeasuredBalance()
     for step in range(20):
         ranges = balance.ranges(8, 2)
-        balance.measured(ranges, [40.0 if step == 10 else 4.0, 4.1])
+        balance.record_times(ranges, [40.0 if step == 10 else 4.0, 4.1])
         assert lengths(balance, 8, 2) == [4, 4]
 
 
 def test_another_number_of_ranks_begins_anew():
     balance = MeasuredBalance()
     for _ in range(WINDOW):
-        balance.measured(balance.ranges(8, 2), [1.0, 3.0])
+        balance.record_times(balance.ranges(8, 2), [1.0, 3.0])
     assert lengths(balance, 8, 2) == [6, 2]
     assert lengths(balance, 8, 3) == [3, 3, 2]
 

@@ -229,7 +229,7 @@ def test_a_loss_that_uses_the_users_own_module_is_refused(images):
 def test_a_step_that_failed_leaves_no_gradients_to_the_next(images):
     module = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 3))
     sync = SyncBatchNorm(
-        module, lambda twin, random, shard: F.cross_entropy(twin(shard.X), shard.y, reduction="sum"), lambda: None
+        module, lambda clone, random, shard: F.cross_entropy(clone(shard.X), shard.y, reduction="sum"), lambda: None
     )
 
     def gradients(all_gather):

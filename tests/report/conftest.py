@@ -65,7 +65,7 @@ def make_stopped(make_result):
         return RunStopped(
             epoch=num_epochs + 1,
             step=8 * num_epochs + 3,
-            reason="the loss is no longer a number",
+            reason="the loss is NaN or infinite",
             history=done.history[:num_epochs],
             weights=done.params if num_epochs else {},
         )

@@ -214,7 +214,7 @@ def test_the_bar_is_removed_when_a_run_stops(make_started, make_stopped):
     assert SHOW_CURSOR not in during
     assert SHOW_CURSOR in end
     assert end.endswith(ERASE_LINE)
-    assert "no longer a number" not in stream.getvalue()
+    assert "NaN or infinite" not in stream.getvalue()
 
 
 @pytest.mark.parametrize("make_stream", [io.StringIO, Terminal])

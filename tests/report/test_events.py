@@ -52,4 +52,4 @@ def test_a_result_is_shown_without_its_parameters(make_result):
 def test_a_stopped_run_is_shown_without_its_parameters(make_stopped):
     shown = repr(make_stopped(1))
     assert "weights" not in shown
-    assert "reason='the loss is no longer a number'" in shown
+    assert "reason='the loss is NaN or infinite'" in shown

@@ -229,7 +229,7 @@ def test_a_run_that_stops_writes_its_curve_and_weights(tmp_path, make_started, m
         "event": "stopped",
         "epoch": num_epochs + 1,
         "step": 8 * num_epochs + 3,
-        "reason": "the loss is no longer a number",
+        "reason": "the loss is NaN or infinite",
     }
     _, weights = read_run(tmp_path)
     assert {name: array.tobytes() for name, array in weights.items()} == {
@@ -391,14 +391,20 @@ def test_a_folder_without_config_json_is_refused(tmp_path):
     for folder in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(ConfigError) as refused:
             read_run(folder)
-        assert str(refused.value) == f"{folder} is not a run: it has no config.json."
+        assert (
+            str(refused.value)
+            == f"{folder} is not a run: it has no config.json. Give the folder of one, like runs/NAME."
+        )
 
 
 def test_a_run_that_has_not_finished_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError) as refused:
         read_run(tmp_path)
-    assert str(refused.value) == f"{tmp_path} is a run that has not finished: it has no weights.safetensors."
+    assert str(refused.value) == (
+        f"{tmp_path} is a run that has not finished: it has no weights.safetensors. Finish it: lockstep train --resume "
+        f"--out {tmp_path}."
+    )
 
 
 def test_a_run_with_an_impossible_name_is_refused(tmp_path):

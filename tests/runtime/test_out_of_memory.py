@@ -35,7 +35,7 @@ def test_what_would_fit_is_found_by_trying(vectors, room, shards, fits):
     assert said.startswith(
         f"rank 0 (cpu:0), during forward and backward: a shard of {size} samples does not fit into memory."
     )
-    assert f"use --shards {fits} (another run, with other bits)" in said
+    assert f"use --shards {fits} (this changes the weights)" in said
     assert "The framework reported: CUDA out of memory. Tried to allocate 2.00 GiB. (at " in said
     assert "test_out_of_memory.py" in said
     assert threading.active_count() == 1

@@ -18,7 +18,7 @@ from lockstep.core.errors import RankError, RankTimeout, RunError
 from lockstep.core.layout import Layout
 from lockstep.runtime import interpreter
 from lockstep.runtime.bucket_queue import BucketQueue, nothing_to_wait_for
-from lockstep.runtime.thread_transport import Mailboxes
+from lockstep.runtime.thread_transport import RankQueues
 from lockstep.runtime.transport import Cancelled
 from lockstep.schedules.instructions import Wait
 
@@ -272,12 +272,12 @@ def test_a_vector_is_ready_from_its_end():
 
 
 def test_a_message_that_does_not_come_is_waited_for_until_the_deadline_or_a_cancellation():
-    mailboxes = Mailboxes(2, timeout=None)
-    mailboxes.put(0, 1, "first")
-    assert mailboxes.get(0, 1) == "first"
-    threading.Timer(0.05, mailboxes.cancel).start()
+    queues = RankQueues(2, timeout=None)
+    queues.put(0, 1, "first")
+    assert queues.get(0, 1) == "first"
+    threading.Timer(0.05, queues.cancel).start()
     for _ in range(2):  # now, and later
         with pytest.raises(Cancelled):
-            mailboxes.get(0, 1) if _ == 0 else mailboxes.get(1, 0)
+            queues.get(0, 1) if _ == 0 else queues.get(1, 0)
     with pytest.raises(Cancelled):
-        Mailboxes(2, timeout=0.05).get(0, 1)
+        RankQueues(2, timeout=0.05).get(0, 1)

@@ -186,7 +186,7 @@ def vectors():
 
 def test_what_cannot_be_is_refused_before_anything_is_started(tiny, tmp_path):
     out = tmp_path / "run"
-    with pytest.raises(ConfigError, match="use --engine processes"):
+    with pytest.raises(ConfigError, match="needs --engine processes"):
         lockstep.train(2, data=str(tiny), exchange="native", out=out)
     with pytest.raises(ConfigError, match="There is no engine for numpy called 'processes'"):
         lockstep.train(2, data=str(tiny), engine="processes", backend="numpy", out=out)

@@ -622,8 +622,9 @@ def test_code_named_in_config_json_is_not_run(own, tmp_path):
     before = snapshot(folder)
     answer = own("train", "--resume", "--out", "run")
     assert answer.err == (
-        "lockstep: The run in run has code of your own: model slow_file:make_model and data slow_file:make_data. A "
-        "record does not name code to run: add --model slow_file:make_model --data slow_file:make_data.\n"
+        "lockstep: The run in run has code of your own: model slow_file:make_model and data slow_file:make_data. "
+        "Lockstep never imports code that only config.json names: add --model slow_file:make_model "
+        "--data slow_file:make_data.\n"
     )
     assert answer.status == 2
     (tmp_path / "evil.py").write_text("open('broken-in', 'w')")

@@ -122,7 +122,7 @@ def damaged_once(draw, content, fields):
 
 
 class Files(NamedTuple):
-    """A data set in several forms."""
+    """A dataset in several forms."""
 
     folder: Path
     contents: dict[str, bytes]  # by name

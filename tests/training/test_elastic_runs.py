@@ -315,7 +315,9 @@ def test_a_rank_that_hangs_is_named_with_its_source_line(tmp_path, own_model, an
             result, err = run.end()
             assert result["devices"] == ["cpu:0", "cpu:2"]
             assert "rank 1 (cpu:1) was dropped\n" in err
-    (sentence,) = [line for line in err.splitlines() if "after 2 s in an exchange: rank 1 (cpu:1) is in " in line]
+    (sentence,) = [
+        line for line in err.splitlines() if "the others waited 2 s (--timeout): rank 1 (cpu:1) is in " in line
+    ]
     assert sentence.startswith("lockstep: ") == (answer == "stop")
     assert sum(line.startswith("lockstep: ") for line in err.splitlines()) == (answer == "stop")
     here = re.escape(str(tmp_path / "mine.py"))

@@ -146,7 +146,7 @@ def test_only_ranks_that_hold_the_whole_model_evaluate_and_each_sample_is_counte
     replicas = placed(Placement((ALL, FIRST, ALL, SECOND)))
     X = np.arange(num_samples)
     batch = Batch(num_samples, lambda rank, start, stop: (X[start:stop], np.zeros(stop - start)))
-    metrics = evaluate_batches(replicas, [batch], piece=4)
+    metrics = evaluate_batches(replicas, [batch], eval_batch_size=4)
     assert replicas.local[1].measured == replicas.local[3].measured == []
     assert sorted(replicas.local[0].measured + replicas.local[2].measured) == list(range(num_samples))
     assert metrics == {"accuracy": -(-num_samples // 2) / num_samples, "loss": X.sum() / num_samples}

@@ -407,16 +407,16 @@ def test_a_model_that_raises_on_one_rank_does_not_make_the_others_hang(vectors):
 PART = torch.rand(40, 6), torch.zeros(40, dtype=torch.int64)
 ERRORS = [
     ({"model": 5}, ConfigError, "The model is a int. Give a torch.nn.Module, or a function that makes one."),
-    ({"model": lambda: 5}, ConfigError, "The function for the model gave a int."),
+    ({"model": lambda: 5}, ConfigError, "The function for the model returned a int."),
     ({"model": "resnet"}, ConfigError, "There is no model called 'resnet'. Did you mean 'resnet18'?"),
     ({"model": nn.Linear(6, 3).double()}, ConfigError, "The parameter weight is torch.float64."),
     ({"model": nn.LazyLinear(3)}, ConfigError, "weight has no shape yet (a lazy layer)."),
     ({"model": nn.Linear(6, 3).requires_grad_(False)}, ConfigError, "Linear has no parameter to train"),
     ({"loss": "crossentropy"}, ConfigError, "There is no loss called 'crossentropy'. Did you mean 'cross_entropy'?"),
     ({"loss": 3}, ConfigError, "The loss is a int."),
-    ({"loss": nn.CrossEntropyLoss()}, RunError, "The loss gave a tensor of shape () for 2 samples."),
-    ({"loss": lambda o, y: o}, RunError, "The loss gave a tensor of shape (2, 3) for 2 samples."),
-    ({"loss": lambda o, y: 0.5}, RunError, "The loss gave a float for 2 samples."),
+    ({"loss": nn.CrossEntropyLoss()}, RunError, "The loss returned a tensor of shape () for 2 samples."),
+    ({"loss": lambda o, y: o}, RunError, "The loss returned a tensor of shape (2, 3) for 2 samples."),
+    ({"loss": lambda o, y: 0.5}, RunError, "The loss returned a float for 2 samples."),
     ({"loss": lambda o, y: o.detach().sum(1)}, RunError, "The loss does not depend on any parameter that is trained."),
     ({"optimizer": "adamax"}, ConfigError, "There is no optimizer called 'adamax'. Did you mean 'adam'?"),
     (
@@ -424,7 +424,7 @@ ERRORS = [
         ConfigError,
         "The optimizer is a SGD that belongs to",
     ),
-    ({"optimizer": lambda p: 3}, ConfigError, "The function for the optimizer gave a int."),
+    ({"optimizer": lambda p: 3}, ConfigError, "The optimizer's function returned a int."),
     ({"optimizer": torch.optim.LBFGS}, ConfigError, "LBFGS computes the model again within a step"),
     ({"optimizer": torch.optim.Adam, "lr": 0.1}, ConfigError, "The optimizer is made by a function"),
     ({"scheduler": lambda o: o, "warmup": 3}, ConfigError, "There is a scheduler, and a schedule or a warm-up too."),
@@ -461,14 +461,14 @@ ERRORS = [
         ConfigError,
         "schedule must be a name, got None (--schedule).",
     ),
-    ({"scheduler": "cosine"}, ConfigError, "The scheduler is a str. Give a function that makes one of an optimizer"),
+    ({"scheduler": "cosine"}, ConfigError, "The scheduler is a str. Give a function that takes the optimizer"),
     ({"loss": nn.CrossEntropyLoss}, ConfigError, "The loss is the class CrossEntropyLoss. Make one"),
     ({"model": nn.Linear(6, 3, device="meta")}, ConfigError, "weight is on the device meta, and has no values."),
-    ({"loss": "mse"}, RunError, "The model gives a shape of (2, 3) for targets of shape (2,)."),
+    ({"loss": "mse"}, RunError, "The model returns a shape of (2, 3) for targets of shape (2,)."),
     (
         {"loss": lambda o, y: o.sum(1) * torch.nan},
         RunError,
-        "epoch 1, step 1: the loss is no longer a number. No update",
+        "epoch 1, step 1: the loss is NaN or infinite. No update",
     ),
     ({"metrics": ["top5"], "data": (PART, PART)}, ConfigError, "There is no metric called 'top5'."),
     (
@@ -485,7 +485,7 @@ ERRORS = [
     ({"batch_size": 41}, ConfigError, "A batch of 41 samples is larger than data given in Python, which has 40"),
     ({"batch_norm": "synk"}, ConfigError, "There is no batch norm called 'synk'. Did you mean 'sync'?"),
     ({"precision": "fp16"}, ConfigError, "There is no precision called 'fp16'."),
-    ({"backend": "numpy"}, ConfigError, "a Linear given in Python is a module of torch, and the backend is numpy."),
+    ({"backend": "numpy"}, ConfigError, "a Linear given in Python needs --backend torch. In numpy, use --model lenet."),
 ]
 
 
@@ -611,5 +611,5 @@ def test_unfreezing_during_the_run_is_refused(vectors):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(vectors):
-    with pytest.raises(RunError, match="the loss is no longer a number"):
+    with pytest.raises(RunError, match="the loss is NaN or infinite"):
         lockstep.train(model=lambda: nn.Linear(6, 3), data=vectors, devices=2, lr=3e38, **SMALL)

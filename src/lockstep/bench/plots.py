@@ -1,4 +1,4 @@
-"""The tables as one picture: for each contender a bar for its median, a line for its range, and its ratio."""
+"""The tables as one plot: for each contender a bar for its median, a line for its range, and its ratio."""
 
 from pathlib import Path
 from typing import Any

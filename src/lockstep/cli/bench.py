@@ -38,11 +38,11 @@ def bench(
         typer.Option("--set", help="More settings of our own run, like exchange=tree.", show_default=False),
     ] = None,
     exchanges: Annotated[bool, typer.Option(help="Measure the exchanges against all_reduce too.")] = True,
-    out: Annotated[Path, typer.Option(help="Folder for the results and the picture.")] = Path("benchmarks/results"),
+    out: Annotated[Path, typer.Option(help="Folder for the results and the plot.")] = Path("benchmarks/results"),
     json: options.Json = False,
     **settings: Any,
 ) -> None:
-    """Measure our step against the text's program, DistributedDataParallel, Fabric and Accelerate."""
+    """Benchmark a training step against DDP, Fabric and Accelerate."""
     from lockstep.bench.run import run_bench, save_results
     from lockstep.bench.workload import parse_settings
     from lockstep.core.errors import RunError

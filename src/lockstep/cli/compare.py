@@ -16,7 +16,12 @@ def compare(
     scale_batch: Annotated[
         bool, typer.Option("--scale-batch", help="On k devices, take batches k times as large.")
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder for the table and the picture.", show_default=False)] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for compare.csv and compare.png. Default: a new one below runs/.", show_default=False
+        ),
+    ] = None,
     json: options.Json = False,
     **settings: Any,
 ) -> None:

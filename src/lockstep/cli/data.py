@@ -1,4 +1,4 @@
-"""`lockstep data`: where each data set is; fetches or verifies it."""
+"""`lockstep data`: where each dataset is; fetches or verifies it."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +17,7 @@ def data(
     verify: Annotated[bool, typer.Option("--verify", help="Read every byte and check it.")] = False,
     **settings: Any,
 ) -> None:
-    """Show where the data sets are; with a name, fetch or verify one."""
+    """Show where the datasets are; with a name, fetch or verify one."""
     from lockstep.core.errors import DataError
     from lockstep.core.registry import pick
     from lockstep.data import DATASETS, load_dataset
@@ -27,7 +27,7 @@ def data(
 
     data_dir: Path | None = settings["data_dir"]
     if name is not None and not name.endswith(".npz"):
-        pick(DATASETS, name, "data set (or .npz file)")
+        pick(DATASETS, name, "dataset (or .npz file)")
     for each in [name] if name else DATASETS:
         folder = data_dir if each == "fashion-mnist" else None
         path: Path | None = Path(each) if each.endswith(".npz") else MINI

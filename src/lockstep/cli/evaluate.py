@@ -7,7 +7,7 @@ import typer
 
 from lockstep.cli import options
 
-CODE = "The run's package.file:function, if it has one: code that only a file names is not run."
+CODE = "package.file:function, if the run used one: give the same again."
 EntryPoint = Annotated[str | None, typer.Option(help=CODE, show_default=False)]
 
 
@@ -15,7 +15,7 @@ EntryPoint = Annotated[str | None, typer.Option(help=CODE, show_default=False)]
 def evaluate(
     run: Annotated[Path, typer.Argument(help="The folder of a finished run.", show_default=False)],
     backend: Annotated[
-        str | None, typer.Option(help="Another framework than the run was trained with.", show_default=False)
+        str | None, typer.Option(help="Framework to evaluate in. Default: the run's own.", show_default=False)
     ] = None,
     model: EntryPoint = None,
     data: EntryPoint = None,

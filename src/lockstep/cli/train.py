@@ -55,7 +55,8 @@ def recorded_settings(context: typer.Context, folder: Path) -> dict[str, Any]:
         wanted = " ".join(f"--{n} {v if is_entry_point(v) else 'package.file:function'}" for n, v in own)
         what = " and ".join(f"{name} {value}" for name, value in own)
         raise ConfigError(
-            f"The run in {folder} has code of your own: {what}. A record does not name code to run: add {wanted}."
+            f"The run in {folder} has code of your own: {what}. Lockstep never imports code that only config.json "
+            f"names: add {wanted}."
         )
     return found
 

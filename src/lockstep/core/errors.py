@@ -2,7 +2,7 @@
 
 LockstepError
 |- ConfigError     2  a setting that cannot be; nothing was started or written
-|  |- DataError    2  a data set that is not there, or is not what it should be
+|  |- DataError    2  a dataset that is not there, or is not what it should be
 |  |- DeviceError  2  a device that this machine does not have
 |  `- BackendError 2  a framework that is missing, or cannot do what was asked
 `- RunError        1  the run was started and failed
@@ -30,7 +30,7 @@ class ConfigError(LockstepError):
 
 
 class DataError(ConfigError):
-    """A data set is not there, or is not what it should be."""
+    """A dataset is not there, or is not what it should be."""
 
 
 class DeviceError(ConfigError):

@@ -132,9 +132,8 @@ class Lost(NamedTuple):
 
     def sentence(self, num_ranks: int) -> str:
         """The summary that a traced run ends with."""
-        parts = ", ".join(f"{name} {ms:.2f}" for name, ms in self.to.items()) or "nothing"
-        perfect = f"a perfect {num_ranks}-fold speed-up would take {self.perfect:.2f}"
-        return f"a step took {self.step:.2f} ms; {perfect}; lost in ms: {parts}"
+        parts = ", ".join(f"{name} {ms:.2f} ms" for name, ms in self.to.items()) or "none"
+        return f"a step took {self.step:.2f} ms; ideal {num_ranks}x scaling: {self.perfect:.2f} ms; overhead: {parts}"
 
 
 def lost_time(ranks: Sequence[Sequence[Span]]) -> Lost:

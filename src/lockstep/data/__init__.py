@@ -1,4 +1,4 @@
-"""Data sets: by name, or from a `.npz` file."""
+"""Datasets: by name, or from a `.npz` file."""
 
 from pathlib import Path
 
@@ -18,14 +18,14 @@ DATASETS = {
 
 
 def load_dataset(name: str, data_dir: Path | None = None, progress: Progress = no_progress) -> Dataset:
-    """The data set called `name`, or in the `.npz` file at `name`. Fetches what is not on this machine.
+    """The dataset called `name`, or in the `.npz` file at `name`. Fetches what is not on this machine.
 
     >>> load_dataset("fashion-mnist-mini").X_train.shape
     (2000, 1, 28, 28)
     """
     if name.endswith(".npz"):
         return read_npz(Path(name), name)
-    pick(DATASETS, name, "data set (or .npz file)")
+    pick(DATASETS, name, "dataset (or .npz file)")
     if name == "fashion-mnist-mini":
         if data_dir is not None:
             raise DataError("fashion-mnist-mini ships with Lockstep: leave --data-dir out, or use fashion-mnist.")

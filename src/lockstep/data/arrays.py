@@ -1,4 +1,4 @@
-"""Data sets from arrays or tensors, (X, y) or ((X, y), (X_test, y_test)), once they were found to fit together."""
+"""Datasets from arrays or tensors, (X, y) or ((X, y), (X_test, y_test)), once they were found to fit together."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ MAX_LABEL, MAX_TOKEN = 2**16 - 1, 2**31 - 1  # that a file may hold
 
 
 def dataset_of_arrays(data: Any, name: str) -> Dataset:
-    """The data set of the user's own arrays, or tensors of any framework.
+    """The dataset of the user's own arrays, or tensors of any framework.
 
     >>> data = dataset_of_arrays((np.ones((3, 2)), [0, 1, 1]), "mine")
     >>> data.X_train.dtype, data.y_train.dtype, data.num_train, data.num_test
@@ -24,7 +24,7 @@ def dataset_of_arrays(data: Any, name: str) -> Dataset:
 
 
 def labelled_dataset(name: str, X_train: Array, y_train: Array, X_test: Array, y_test: Array) -> Dataset:
-    """The data set of arrays from a file; images without a channel dimension get one.
+    """The dataset of arrays from a file; images without a channel dimension get one.
 
     Samples are bytes or floats (images, vectors), or integers (tokens), with the next tokens as labels if need be.
     """

@@ -1,4 +1,4 @@
-"""A data set in memory: samples and targets, as arrays or nested tuples, lists and dicts of arrays."""
+"""A dataset in memory: samples and targets, as arrays or nested tuples, lists and dicts of arrays."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import numpy as np
 
 from lockstep.core.layout import Array, sha256_of
 
-FORMS = "Give a name, (X, y), ((X, y), (X_test, y_test)), or a data set with __len__ and __getitem__."
+FORMS = "Give a name, (X, y), ((X, y), (X_test, y_test)), or a dataset with __len__ and __getitem__."
 Nested = Any  # an array with samples first, or a tuple, list or dict of such arrays
 
 

@@ -59,7 +59,7 @@ def read_folder(folder: Path) -> Dataset:
     for file in FILES:
         path = find_in(folder, file)
         if path is None:
-            raise DataError(f"{folder} has no {file.name}.gz and no {file.name}.")
+            raise DataError(f"{folder} has no {file.name}.gz. Leave --data-dir out to download it.")
         arrays.append(read_verified(path, file))
     return labelled_dataset("fashion-mnist", *arrays)
 

@@ -30,7 +30,7 @@ def unpack(path: Path) -> bytes:
     except OSError as unreadable:
         raise DataError(f"{path} cannot be read: {unreadable.strerror}.") from unreadable
     if len(content) > MAX_BYTES:
-        raise DataError(f"{path} unpacks to more than {MAX_BYTES} bytes, which no data set of this kind has.")
+        raise DataError(f"{path} unpacks to more than {MAX_BYTES} bytes, which no dataset of this kind has.")
     return content
 
 
@@ -53,7 +53,7 @@ def parse_idx(content: bytes, num_dims: int, name: str) -> Array:
         what = "truncated" if found < expected else "too long"
         raise DataError(f"{name} announces {announced} = {expected} bytes and holds {found}. It is {what}.")
     if math.prod(max(size, 1) for size in shape) > MAX_BYTES:  # numpy cannot make 0 x 2**32 x 2**32 either
-        raise DataError(f"{name} announces {announced} bytes, which no data set of this kind has.")
+        raise DataError(f"{name} announces {announced} bytes, which no dataset of this kind has.")
     return np.frombuffer(bytearray(content), np.uint8, offset=header).reshape(shape)
 
 

@@ -1,4 +1,4 @@
-"""Samples that are loaded one by one: a map-style data set, read by worker processes ahead of the step that needs them.
+"""Samples that are loaded one by one: a map-style dataset, read by worker processes ahead of the step that needs them.
 
 A worker loads whole shards. The order of samples is the run's, and random numbers that `__getitem__` draws (from
 Python, numpy or PyTorch) are keyed by (seed, epoch, sample): neither the devices nor the workers change a bit.
@@ -46,11 +46,11 @@ class LoadFailure(NamedTuple):
 
 
 def check_map_style(data: Any, what: str) -> None:
-    """Refuses everything but a map-style data set of pairs."""
+    """Refuses everything but a map-style dataset of pairs."""
     if isinstance(data, IterableDataset):
         raise DataError(
             f"The {what} data is iterable-style: its samples come in an order of their own, so they cannot be shuffled "
-            f"by (seed, epoch) or resumed after a crash. Use a map-style data set, with __len__ and __getitem__."
+            f"by (seed, epoch) or resumed after a crash. Use a map-style dataset, with __len__ and __getitem__."
         )
     for method in ("__len__", "__getitem__"):
         if not hasattr(data, method):
@@ -60,7 +60,7 @@ def check_map_style(data: Any, what: str) -> None:
 
 
 def check_keyed(data: Any, what: str, seed: int) -> None:
-    """Refuses a data set with a random number generator of its own: samples would depend on who loads them."""
+    """Refuses a dataset with a random number generator of its own: samples would depend on who loads them."""
     twice = []
     for _ in range(2):
         with seeded(seed, 0, 0, AUGMENTATION):
@@ -76,14 +76,14 @@ def check_keyed(data: Any, what: str, seed: int) -> None:
 
 
 def as_arrays(data: Any) -> Any:
-    """The (X, y) of a data set that only holds tensors, which need not be loaded one by one; else None."""
+    """The (X, y) of a dataset that only holds tensors, which need not be loaded one by one; else None."""
     if type(data) is not TensorDataset or len(data.tensors) != 2:
         return None
-    return None if data.tensors[0].dtype == torch.uint8 else data.tensors  # bytes of a data set are not divided by 255
+    return None if data.tensors[0].dtype == torch.uint8 else data.tensors  # bytes of a dataset are not divided by 255
 
 
 class Loader:
-    """Batches of a map-style data set."""
+    """Batches of a map-style dataset."""
 
     in_memory = False
 
@@ -145,7 +145,8 @@ class Loader:
         try:
             return self._checked(next(loaded))
         except (EOFError, ConnectionError) as problem:  # the worker ended while it sent something
-            raise RunError(f"The {self._what} data cannot be loaded: a process that loads it has ended.") from problem
+            hint = "Use fewer loader workers (--workers), or none to see more (--workers 0)"
+            raise RunError(f"The {self._what} data cannot be loaded: a loader worker has died. {hint}.") from problem
 
     def _checked(self, shard: Any) -> Any:
         if isinstance(shard, LoadFailure):
@@ -169,7 +170,7 @@ def _start_worker(parent: int, worker: int) -> None:
 
 
 class ShardDataset:
-    """A data set of shards, as `DataLoader` sees it."""
+    """A dataset of shards, as `DataLoader` sees it."""
 
     def __init__(self, data: Any, seed: int) -> None:
         self._data, self._seed = data, seed

@@ -14,11 +14,11 @@ NAMES = ("X_train", "y_train", "X_test", "y_test")
 
 
 def read_npz(path: Path, name: str) -> Dataset:
-    """The data set in the file at `path`. Not by `numpy.load`, which leaves a damaged zip file open."""
+    """The dataset in the file at `path`. Not by `numpy.load`, which leaves a damaged zip file open."""
     try:
         with path.open("rb") as file:
             if file.read(6) == b"\x93NUMPY":
-                raise DataError(f"{path} holds one array; a data set needs {', '.join(NAMES)}. Use numpy.savez.")
+                raise DataError(f"{path} holds one array; a dataset needs {', '.join(NAMES)}. Use numpy.savez.")
             with zipfile.ZipFile(file) as archive:
                 missing = [n for n in NAMES if f"{n}.npy" not in archive.namelist()]
                 if missing:
@@ -27,7 +27,7 @@ def read_npz(path: Path, name: str) -> Dataset:
     except DataError:
         raise
     except FileNotFoundError as missing_file:
-        raise DataError(f"There is no file {path}.") from missing_file
+        raise DataError(f"There is no file {path}. Check the path (--data).") from missing_file
     except Exception as bad:  # damaged or forged bytes: zipfile, zlib, tokenize and numpy raise a dozen kinds of error
         raise DataError(f"{path} cannot be read as a .npz file of plain arrays: {bad}.") from bad
     return labelled_dataset(name, *parts)

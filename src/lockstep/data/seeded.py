@@ -1,4 +1,4 @@
-"""All random numbers that a user's function or data set may draw, seeded by a key and restored afterwards."""
+"""All random numbers that a user's function or dataset may draw, seeded by a key and restored afterwards."""
 
 import random
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Checks of the models for images: the shape of a data set's images, and its labels."""
+"""Checks of the models for images: the shape of a dataset's images, and its labels."""
 
 from lockstep.core.errors import ConfigError
 from lockstep.data import Dataset

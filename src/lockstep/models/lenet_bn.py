@@ -32,5 +32,5 @@ class LeNetBN(nn.Module):
 
 
 def lenet_bn(data: Dataset) -> LeNetBN:
-    """The model for the images of a data set."""
+    """The model for the images of a dataset."""
     return LeNetBN(image_shape(data, "lenet-bn", smallest=14), data.num_classes)

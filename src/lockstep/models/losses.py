@@ -55,8 +55,8 @@ def first(output: Any) -> Tensor:
         output = output[0]
     if not isinstance(output, Tensor):
         raise ConfigError(
-            f"The model gives a {type(output).__name__}, and a named loss needs a tensor, or a tuple that begins with "
-            f"one. Give a loss of your own: loss=lambda output, y: ..., one number for each sample."
+            f"The model returns a {type(output).__name__}, and a named loss needs a tensor, or a tuple that begins "
+            f"with one. Give a loss of your own: loss=lambda output, y: ..., one number for each sample."
         )
     return output
 
@@ -71,7 +71,7 @@ def summed(per_sample: PerSample, what: str, output: Any, y: Any, num_samples: i
         hints = {0: " It seems to be averaged already: use reduction='none'.", 1: ""}
         hint = hints.get(values.ndim, " Average over what is not a sample: .flatten(1).mean(1).")
         got = f"a tensor of shape {tuple(values.shape)}"
-    raise RunError(f"The {what} gave {got} for {num_samples} samples. It must give one number for each sample.{hint}")
+    raise RunError(f"The {what} returned {got} for {num_samples} samples. It must return one number for each.{hint}")
 
 
 def _counts(y: Tensor) -> Tensor | None:
@@ -93,7 +93,7 @@ def _shaped_like(predicted: Tensor, y: Tensor) -> Tensor:
         return predicted.reshape(y.shape)
     if predicted.shape != y.shape:
         raise RunError(
-            f"The model gives a shape of {tuple(predicted.shape)} for targets of shape {tuple(y.shape)}. They must be "
-            f"the same: reshape one of them."
+            f"The model returns a shape of {tuple(predicted.shape)} for targets of shape {tuple(y.shape)}. They must "
+            f"be the same: reshape one of them."
         )
     return predicted

@@ -32,7 +32,7 @@ class MLP(nn.Module):
 
 
 def mlp(data: Dataset) -> MLP:
-    """The model for the samples of a data set."""
+    """The model for the samples of a dataset."""
     if data.sample_shape is None:
         raise ConfigError(f"mlp takes one array of samples, and those of {data.name} have several parts.")
     check_labels(data, "mlp")

@@ -24,7 +24,7 @@ class Model:
     num_classes: int
 
     def checked(self, data: Dataset) -> Dataset:
-        """The data set, if the model can take it; images without a channel dimension get one."""
+        """The dataset, if the model can take it; images without a channel dimension get one."""
         shape = data.sample_shape
         if shape is None:
             raise ConfigError(f"{self.name} takes one array of samples, and those of {data.name} have several parts.")
@@ -48,7 +48,7 @@ class Model:
 
 
 class BuiltIn(NamedTuple):
-    """A model that is a module of one framework: the entry point of a function that makes it for a data set."""
+    """A model that is a module of one framework: the entry point of a function that makes it for a dataset."""
 
     entry_point: str
 

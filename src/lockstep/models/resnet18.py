@@ -55,6 +55,6 @@ class ResNet18(nn.Module):
 
 
 def resnet18(data: Dataset) -> ResNet18:
-    """The model for the images of a data set."""
+    """The model for the images of a dataset."""
     channels, _, _ = image_shape(data, "resnet18", smallest=8)
     return ResNet18(channels, data.num_classes)

@@ -60,7 +60,7 @@ class Transformer(nn.Module):
 
 
 def transformer(data: Dataset) -> Transformer:
-    """The model for the sequences of a data set: the targets are the next tokens."""
+    """The model for the sequences of a dataset: the targets are the next tokens."""
     shape = data.sample_shape
     if shape is None or len(shape) != 1 or not data.num_tokens or data.y_train.shape != data.X_train.shape:
         raise ConfigError(

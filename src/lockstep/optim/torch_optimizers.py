@@ -52,7 +52,7 @@ def user_optimizer(function: Any) -> MakeOptimizer:
         optimizer = function(named if _wants_names(function) else params)
         if not isinstance(optimizer, torch.optim.Optimizer):
             kind = type(optimizer).__name__
-            raise ConfigError(f"The function for the optimizer gave a {kind}. It must give a torch.optim.Optimizer.")
+            raise ConfigError(f"The optimizer's function returned a {kind}. It must return a torch.optim.Optimizer.")
         ours = {id(param) for param in params}
         if any(id(param) not in ours for group in optimizer.param_groups for param in group["params"]):
             raise ConfigError(

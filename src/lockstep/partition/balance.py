@@ -11,7 +11,7 @@ BALANCES = {
     "measured": "faster devices get more shards, from measured time",
 }
 WINDOW = 5  # steps that a rank's speed is the median of: one that was disturbed changes nothing
-WORTH = 0.95  # shards move if a step would take less than this part of its time
+MAX_TIME_RATIO = 0.95  # shards move if a step would take less than this part of its time
 
 
 class Balance:
@@ -21,10 +21,10 @@ class Balance:
         """The shards of each rank."""
         return tuple(split_over_ranks(num_shards, num_ranks))
 
-    def measured(self, ranges: Sequence[range], seconds: Sequence[float]) -> None:
+    def record_times(self, ranges: Sequence[range], seconds: Sequence[float]) -> None:
         """Takes note of the time that each rank took for its shards."""
 
-    def news(self) -> str:
+    def pop_message(self) -> str:
         """That shards have moved since the last time, or nothing."""
         return ""
 
@@ -33,36 +33,35 @@ class MeasuredBalance(Balance):
     """Shares by speed. All ranks see the same times, so all of them come to the same shares."""
 
     def __init__(self) -> None:
-        self._times: list[deque[float]] = []  # seconds a shard, of each rank
+        self._times: list[deque[float]] = []  # seconds per shard, of each rank
         self._counts: dict[tuple[int, int], list[int]] = {}  # (shards, ranks) -> shards of each rank
-        self._news = ""
+        self._message = ""
 
     def ranges(self, num_shards: int, num_ranks: int) -> tuple[range, ...]:
         before = self._counts.get((num_shards, num_ranks)) or [
             len(own) for own in split_over_ranks(num_shards, num_ranks)
         ]
         if len(self._times) == num_ranks and all(len(times) == WINDOW for times in self._times):
-            speeds = [median(times) for times in self._times]
-            counts = shares(num_shards, speeds)
-            if _longest(counts, speeds) < WORTH * _longest(before, speeds):
+            seconds = [median(times) for times in self._times]
+            counts = shares(num_shards, seconds)
+            if _longest(counts, seconds) < MAX_TIME_RATIO * _longest(before, seconds):
                 before = counts
-                self._news = (
-                    f"shards moved: {', '.join(map(str, counts))} of {num_shards} for ranks 0 to {num_ranks - 1}"
-                )
+                now = ", ".join(f"rank {rank} has {count}" for rank, count in enumerate(counts))
+                self._message = f"shards reassigned: {now}"
         self._counts[num_shards, num_ranks] = before
         starts = [sum(before[:rank]) for rank in range(num_ranks + 1)]
         return tuple(range(starts[rank], starts[rank + 1]) for rank in range(num_ranks))
 
-    def measured(self, ranges: Sequence[range], seconds: Sequence[float]) -> None:
+    def record_times(self, ranges: Sequence[range], seconds: Sequence[float]) -> None:
         if len(self._times) != len(ranges):
             self._times = [deque(maxlen=WINDOW) for _ in ranges]
         for times, own, taken in zip(self._times, ranges, seconds, strict=True):
             if own:
                 times.append(taken / len(own))
 
-    def news(self) -> str:
-        news, self._news = self._news, ""
-        return news
+    def pop_message(self) -> str:
+        message, self._message = self._message, ""
+        return message
 
 
 def balance_for(name: str) -> Balance:
@@ -70,7 +69,7 @@ def balance_for(name: str) -> Balance:
     return MeasuredBalance() if name == "measured" else Balance()
 
 
-def shares(num_shards: int, seconds_a_shard: Sequence[float]) -> list[int]:
+def shares(num_shards: int, seconds_per_shard: Sequence[float]) -> list[int]:
     """How many shards each rank gets, so that the last one is done as early as can be; one each, if there are enough.
 
     >>> shares(16, [1.0, 2.0])
@@ -78,12 +77,12 @@ def shares(num_shards: int, seconds_a_shard: Sequence[float]) -> list[int]:
     >>> shares(8, [1.0, 1.0, 100.0])
     [4, 3, 1]
     """
-    counts = [int(rank < num_shards) for rank in range(len(seconds_a_shard))]
+    counts = [int(rank < num_shards) for rank in range(len(seconds_per_shard))]
     for _ in range(num_shards - sum(counts)):
-        done = [(count + 1) * time for count, time in zip(counts, seconds_a_shard, strict=True)]
+        done = [(count + 1) * time for count, time in zip(counts, seconds_per_shard, strict=True)]
         counts[done.index(min(done))] += 1
     return counts
 
 
-def _longest(counts: Sequence[int], seconds_a_shard: Sequence[float]) -> float:
-    return max(count * time for count, time in zip(counts, seconds_a_shard, strict=True))
+def _longest(counts: Sequence[int], seconds_per_shard: Sequence[float]) -> float:
+    return max(count * time for count, time in zip(counts, seconds_per_shard, strict=True))

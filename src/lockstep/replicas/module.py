@@ -136,7 +136,7 @@ class ModuleReplica:
         return self._keyed_forward(self.module, self._random, shard)
 
     def _keyed_forward(self, module: nn.Module, random: KeyedRandom, shard: Shard) -> Tensor:
-        """The same from `module`, which is the replica's own or a twin of it, with the random numbers of the shard."""
+        """The same from `module`, which is the replica's own or a clone of it, with the random numbers of the shard."""
         with random.start(shard_seed(self._spec.seed, self._step, shard.number)):
             return self._loss_of(module, shard)
 

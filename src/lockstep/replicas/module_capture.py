@@ -1,4 +1,4 @@
-"""A module's side of CUDA graph capture: each shard has a twin of the module, with its own buffers and generator."""
+"""A module's side of CUDA graph capture: each shard has a clone of the module, with its own buffers and generator."""
 
 from typing import Any
 
@@ -23,9 +23,9 @@ class CapturableModuleReplica(ModuleReplica, Capturable):
 
     def begin_capture(self, step: int) -> None:
         if not self._is_captured:
-            self._twins: dict[int, ShardModule] = {}  # by the number of the shard
+            self._clones: dict[int, ShardModule] = {}  # by the number of the shard
         if is_capturing(self._device):  # nothing is computed now
-            for computed in (self._own, *self._twins.values()):
+            for computed in (self._own, *self._clones.values()):
                 computed.buffers.stop_comparing()
         else:
             self._undo_unfinished_step()
@@ -33,17 +33,17 @@ class CapturableModuleReplica(ModuleReplica, Capturable):
         self.begin_step(step)
 
     def begin_replay(self, step: int) -> None:
-        for number, twin in self._twins.items():
-            twin.random.start(shard_seed(self._spec.seed, step, number))
+        for number, clone in self._clones.items():
+            clone.random.start(shard_seed(self._spec.seed, step, number))
         self._is_unfinished, self._step = True, step
 
     def discard_capture(self) -> None:
         self._undo_unfinished_step()
-        self._twins = {}
+        self._clones = {}
         self._is_captured, self._is_unfinished, self._step = False, False, 0
 
     def capture_generators(self) -> list[Any]:
-        return [twin.random.generator for twin in self._twins.values() if twin.random.has_drawn]
+        return [clone.random.generator for clone in self._clones.values() if clone.random.has_drawn]
 
     def forward_backward(self, shards: list[Shard], all_gather: AllGatherTensors) -> list[Leaf]:
         if not self._is_captured:
@@ -51,28 +51,28 @@ class CapturableModuleReplica(ModuleReplica, Capturable):
         return [self._captured_leaf(shard) for shard in shards]
 
     def _captured_leaf(self, shard: Shard) -> Leaf:
-        if shard.number not in self._twins:
-            self._twins[shard.number] = self._own.twin()
-        twin = self._twins[shard.number]
+        if shard.number not in self._clones:
+            self._clones[shard.number] = self._own.clone()
+        clone = self._clones[shard.number]
         with plain_errors(self._device.type):
-            twin.buffers.start_shard()
+            clone.buffers.start_shard()
             with span("forward"):
-                loss = self._captured_forward(twin, shard)
+                loss = self._captured_forward(clone, shard)
             with span("backward"):
-                gradients, vector = self._gradients.captured(loss, twin.edges)
-        leaf = self._leaf(loss, gradients, vector, twin)
+                gradients, vector = self._gradients.captured(loss, clone.edges)
+        leaf = self._leaf(loss, gradients, vector, clone)
         if changed := next(filter(None, leaf.buffers), ""):  # "" are running statistics
             raise CaptureError(f"the model changes its buffer {changed}")
         return leaf
 
-    def _captured_forward(self, twin: ShardModule, shard: Shard) -> Tensor:
+    def _captured_forward(self, clone: ShardModule, shard: Shard) -> Tensor:
         """The summed loss of a shard: computed once to see whether it draws random numbers, then captured."""
         if not self._spec.compiles and not is_capturing(self._device):
-            loss = self._keyed_forward(twin.module, twin.random, shard)
-            if twin.random.has_drawn_on_host:
+            loss = self._keyed_forward(clone.module, clone.random, shard)
+            if clone.random.has_drawn_on_host:
                 raise CaptureError("the model draws random numbers on the host")
             return loss
-        if self._spec.compiles or not twin.random.has_drawn:
-            return self._loss_of(twin.module, shard)
-        with twin.random:  # seeded by the warm-up, and again before every replay
-            return self._loss_of(twin.module, shard)
+        if self._spec.compiles or not clone.random.has_drawn:
+            return self._loss_of(clone.module, shard)
+        with clone.random:  # seeded by the warm-up, and again before every replay
+            return self._loss_of(clone.module, shard)

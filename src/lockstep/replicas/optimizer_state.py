@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.core.errors import RunError
+from lockstep.core.errors import ConfigError, RunError
 from lockstep.replicas.module_state import to_numpy
+
+SAME = "Resume with the same optimizer and scheduler, or start another run in another folder (--out)."
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, Any]:
@@ -26,7 +28,7 @@ def restore_optimizer(
 ) -> None:
     """Makes a new optimizer and a new scheduler equal to those that `optimizer_state` read."""
     if (scheduler is None) != (state["scheduler"] is None):
-        raise ValueError("one has a scheduler, the other has none")
+        raise ConfigError(f"The checkpoint was saved {'without' if scheduler else 'with'} a scheduler. {SAME}")
     saved = _restored(state["optimizer"], device)
     if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
         optimizer.load_state_dict(saved)
@@ -35,7 +37,7 @@ def restore_optimizer(
     if scheduler is not None:
         saved = _restored(state["scheduler"], device)
         if set(saved) != set(scheduler.state_dict()):
-            raise ValueError("the scheduler is another")
+            raise ConfigError(f"The checkpoint was saved with another scheduler. {SAME}")
         scheduler.load_state_dict(saved)
 
 
@@ -43,7 +45,7 @@ def _load_exactly(optimizer: torch.optim.Optimizer, saved: dict[str, Any], devic
     """Like `load_state_dict`, which would round float64 state to float32."""
     groups = optimizer.param_groups
     if [len(group["params"]) for group in saved["param_groups"]] != [len(group["params"]) for group in groups]:
-        raise ValueError("the optimizer has other groups of parameters")
+        raise ConfigError(f"The checkpoint's optimizer has other groups of parameters. {SAME}")
     for group, values in zip(groups, saved["param_groups"], strict=True):
         group.update({name: value for name, value in values.items() if name != "params"})
     params = [param for group in groups for param in group["params"]]

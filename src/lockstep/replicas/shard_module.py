@@ -30,12 +30,12 @@ class ShardModule:
             if not name.startswith("_") and name != "training" and isinstance(value, (int, float, Tensor))
         ]
 
-    def twin(self) -> "ShardModule":
+    def clone(self) -> "ShardModule":
         """One with the same parameters and its own gradient edges, on the current stream; its buffers follow these."""
         own = {id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in self.module.parameters()}
-        twin = ShardModule(copy.deepcopy(self.module, dict(own)), self._names, self._device)
-        twin.buffers.stats.follow(self.buffers.stats)
-        return twin
+        clone = ShardModule(copy.deepcopy(self.module, dict(own)), self._names, self._device)
+        clone.buffers.stats.follow(self.buffers.stats)
+        return clone
 
     def check_attributes(self) -> None:
         """Refuses a module that has changed a number or tensor among its attributes. One that was None is no state."""

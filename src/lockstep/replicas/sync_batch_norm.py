@@ -87,38 +87,38 @@ class ShardForward:
 
 
 class SyncBatchNorm:
-    """Forward and backward pass of a module whose norm layers use the whole batch; `forward` runs a twin of it."""
+    """Forward and backward pass of a module whose norm layers use the whole batch; `forward` runs a clone of it."""
 
     def __init__(self, module: nn.Module, forward: Forward, start_thread: Callable[[], None]) -> None:
         self._module, self._forward, self._start_thread = module, forward, start_thread
         self._device = next(module.parameters()).device
-        self._twins: list[nn.Module] = []
+        self._clones: list[nn.Module] = []
 
     def forward_backward(
         self, shards: list[Shard], all_gather: AllGatherTensors
     ) -> list[tuple[Tensor, list[Tensor | None]]]:
         """The summed loss, and its gradient for each trained parameter, of each of the rank's shards."""
-        while len(self._twins) < len(shards):
-            self._twins.append(_twin_of(self._module))
-        twins = self._twins[: len(shards)]
+        while len(self._clones) < len(shards):
+            self._clones.append(_clone_of(self._module))
+        clones = self._clones[: len(shards)]
         forwards: list[ShardForward] = []
         try:
-            for twin, shard in zip(twins, shards, strict=True):
-                _take_gradients(twin)  # of a step that failed
-                for ours, theirs in zip(twin.modules(), self._module.modules(), strict=True):
+            for clone, shard in zip(clones, shards, strict=True):
+                _take_gradients(clone)  # of a step that failed
+                for ours, theirs in zip(clone.modules(), self._module.modules(), strict=True):
                     ours.training = theirs.training
-                compute = partial(self._forward, twin, KeyedRandom(self._device), shard)
+                compute = partial(self._forward, clone, KeyedRandom(self._device), shard)
                 forwards.append(ShardForward(compute, self._start_thread))
             losses = _run_forward(forwards, all_gather)
         finally:
             for forward in forwards:
                 forward.end()
-        for twin in twins:
-            for (name, ours), (_, theirs) in zip(twin.named_buffers(), self._module.named_buffers(), strict=False):
+        for clone in clones:
+            for (name, ours), (_, theirs) in zip(clone.named_buffers(), self._module.named_buffers(), strict=False):
                 if ours is not theirs:
                     raise RunError(f"The model changes its buffer {name}, which needs --batch-norm shard.")
         _run_backward([forward.cuts for forward in forwards], losses, all_gather)
-        return [(loss, _take_gradients(twin)) for loss, twin in zip(losses, twins, strict=True)]
+        return [(loss, _take_gradients(clone)) for loss, clone in zip(losses, clones, strict=True)]
 
 
 def _run_forward(forwards: list[ShardForward], all_gather: AllGatherTensors) -> list[Tensor]:
@@ -142,7 +142,7 @@ def _run_forward(forwards: list[ShardForward], all_gather: AllGatherTensors) -> 
 
 
 def _run_backward(cuts: list[list[Cut]], losses: list[Tensor], all_gather: AllGatherTensors) -> None:
-    """Accumulates the gradients in the parameters of each shard's twin, from the losses and from each norm layer."""
+    """Accumulates the gradients in the parameters of each shard's clone, from the losses and from each norm layer."""
     _accumulate([(get_gradient_edge(loss), torch.ones_like(loss)) for loss in losses])
     for layer in reversed(list(zip(*cuts, strict=True))):
         # complete: all that depends on the layer's output is done
@@ -168,19 +168,19 @@ def _accumulate(starts: list[tuple[Any, Tensor]]) -> None:
                 torch.autograd.backward(edge, gradient, retain_graph=True)
 
 
-def _take_gradients(twin: nn.Module) -> list[Tensor | None]:
-    params = [param for param in twin.parameters() if param.requires_grad]
+def _take_gradients(clone: nn.Module) -> list[Tensor | None]:
+    params = [param for param in clone.parameters() if param.requires_grad]
     gradients = [param.grad for param in params]
     for param in params:
         param.grad = None
     return gradients
 
 
-def _twin_of(module: nn.Module) -> nn.Module:
+def _clone_of(module: nn.Module) -> nn.Module:
     """A module on the same parameters and buffers, with its own gradients, whose norm layers wait for each other."""
     shared = {id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in module.parameters()}
-    twin = copy.deepcopy(module, {**shared, **{id(buffer): buffer for buffer in module.buffers()}})
-    for name, norm in twin.named_modules():
+    clone = copy.deepcopy(module, {**shared, **{id(buffer): buffer for buffer in module.buffers()}})
+    for name, norm in clone.named_modules():
         if isinstance(norm, BATCH_NORM):
             if type(norm).forward is not BATCH_NORM.forward:
                 raise RunError(
@@ -188,7 +188,7 @@ def _twin_of(module: nn.Module) -> nn.Module:
                     f"made to use the whole batch: use --batch-norm shard."
                 )
             norm.forward = partial(_norm_forward, norm, name, norm.forward)
-    return twin
+    return clone
 
 
 def _norm_forward(norm: Any, name: str, original: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

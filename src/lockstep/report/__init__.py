@@ -1,1 +1,1 @@
-"""Reporting of a run: on the terminal, in its folder, as a picture."""
+"""Reporting of a run: on the terminal, in its folder, as a plot."""

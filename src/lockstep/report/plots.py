@@ -17,7 +17,7 @@ def draw_curve(history: list[EpochDone], path: Path) -> None:
 
 
 def draw_curves(curves: dict[str, list[EpochDone]], path: Path) -> None:
-    """The same for several runs in one picture, with their names."""
+    """The same for several runs in one plot, with their names."""
     _draw(curves, path, (6.4, 4.0))
 
 

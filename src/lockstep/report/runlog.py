@@ -152,14 +152,15 @@ def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, Array]]:
     """The settings and the weights of a finished run. The files are not trusted."""
     weights_file = folder / "weights.safetensors"
     if not os.path.isfile(folder / "config.json"):
-        raise ConfigError(f"{folder} is not a run: it has no config.json.")
+        raise ConfigError(f"{folder} is not a run: it has no config.json. Give the folder of one, like runs/NAME.")
     if not os.path.isfile(weights_file):
-        raise ConfigError(f"{folder} is a run that has not finished: it has no weights.safetensors.")
+        hint = f"Finish it: lockstep train --resume --out {folder}"
+        raise ConfigError(f"{folder} is a run that has not finished: it has no weights.safetensors. {hint}.")
     config = read_settings(folder)
     try:
         return config, load_file(weights_file)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as problem:
-        raise ConfigError(f"{weights_file} is damaged: {problem}.") from problem
+        raise ConfigError(f"{weights_file} is damaged: {problem}. Restore the file, or train again.") from problem
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

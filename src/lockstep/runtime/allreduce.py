@@ -14,7 +14,7 @@ from lockstep.core.device import Device
 from lockstep.parallel.data import DataParallel, data_parallel
 from lockstep.runtime.engine import Position, Rank
 from lockstep.runtime.interpreter import Interpreter
-from lockstep.runtime.thread_transport import Exchanges
+from lockstep.runtime.thread_transport import ThreadGroup
 from lockstep.schedules.instructions import Add, Communicate, Partial, Wait
 from lockstep.schedules.proof import one_thread_order
 from lockstep.schedules.reduction_tree import Node
@@ -50,9 +50,9 @@ class OneThread:
         # a step in which rank r has shard r; of it, only the exchange is run
         entries, shards = range(num_entries), tuple(range(rank, rank + 1) for rank in range(len(devices)))
         schedule = data_parallel(DataParallel(shards, entries, (entries,), exchange))
-        exchanges = Exchanges(backend, devices, devices, busy=[])
+        group = ThreadGroup(backend, devices, devices, busy=[])
         self._interpreters = [
-            Interpreter(Rank(rank, device, backend, Position()), schedule, exchanges.transport(rank))
+            Interpreter(Rank(rank, device, backend, Position()), schedule, group.transport(rank))
             for rank, device in enumerate(devices)
         ]
         self._leaves = [Partial(Node(rank, 1), entries) for rank in range(len(devices))]

@@ -25,7 +25,7 @@ from lockstep.runtime.engine import Engine, Position, Rank, StepInput
 from lockstep.runtime.interpreter import Interpreter
 from lockstep.runtime.out_of_memory import is_out_of_memory
 from lockstep.runtime.step import EagerSteps, StepOptions, Steps
-from lockstep.runtime.thread_transport import Exchanges
+from lockstep.runtime.thread_transport import ThreadGroup
 from lockstep.schedules.instructions import ForwardBackward, Instruction, Update
 from lockstep.schedules.proof import one_thread_order
 
@@ -148,12 +148,12 @@ class CapturedSteps:
         max_addends = self._capture.max_addends
         split = DataParallel(ranges, entries, (entries,), self._options.exchange, max_addends=max_addends)
         schedule = data_parallel(split)
-        exchanges = Exchanges(engine.backend, engine.devices, engine.devices, busy=[])  # all are one GPU
+        group = ThreadGroup(engine.backend, engine.devices, engine.devices, busy=[])  # all are one GPU
         interpreters = [
             Interpreter(
                 Rank(rank, device, engine.backend, Position()),
                 schedule,
-                exchanges.transport(rank),
+                group.transport(rank),
                 self._capture.fused_add,
             )
             for rank, device in enumerate(engine.devices)

@@ -60,7 +60,7 @@ class Rank(NamedTuple):
     trace: Trace | None = None  # while a run is traced
 
 
-def busy_ranks(schedule: Schedule) -> list[int]:
+def ranks_with_shards(schedule: Schedule) -> list[int]:
     """The ranks that have shards."""
     return [rank for rank, program in enumerate(schedule.programs) if ForwardBackward in map(type, program.compute)]
 
@@ -84,7 +84,7 @@ class Engine(Protocol):
         """`work(rank, device, ...)` for each local rank, all at the same time, with its entries of `lists`."""
         ...
 
-    def enter(self, phase: str) -> None:
+    def set_phase(self, phase: str) -> None:
         """Says what this process does between steps, for those who wait for it."""
         ...
 

@@ -22,10 +22,10 @@ from lockstep.core.layout import Array
 from lockstep.core.source_lines import source_line_of, user_source_line
 from lockstep.core.tracing import Trace, traced
 from lockstep.replicas.replica import Replica
-from lockstep.runtime.engine import Position, Rank, StepInput, StepResult, busy_ranks
+from lockstep.runtime.engine import Position, Rank, StepInput, StepResult, ranks_with_shards
 from lockstep.runtime.interpreter import Interpreter
 from lockstep.runtime.rank_thread import RankThread
-from lockstep.runtime.thread_transport import Exchanges
+from lockstep.runtime.thread_transport import ThreadGroup
 from lockstep.runtime.transport import Cancelled
 from lockstep.schedules.instructions import Schedule
 
@@ -50,7 +50,7 @@ class InProcess:
         self._comm_threads: list[RankThread] = []  # for exchanges that overlap with the backward pass
         self._late: list[int] = []  # ranks whose threads hang
         self._schedule: Schedule | None = None
-        self._exchanges: Exchanges
+        self._group: ThreadGroup
         self._interpreters: list[Interpreter] = []
 
     def __enter__(self) -> Self:
@@ -100,12 +100,12 @@ class InProcess:
     def _connect(self, schedule: Schedule) -> None:
         """Interpreters for a schedule, connected to each other; kept while the schedule stays the same."""
         timeout = None if schedule.overlaps else self.timeout  # if it overlaps, the wait for it has the deadline
-        self._exchanges = Exchanges(self.backend, self.devices, self._memories, busy_ranks(schedule), timeout)
+        self._group = ThreadGroup(self.backend, self.devices, self._memories, ranks_with_shards(schedule), timeout)
         self._interpreters = []
         for rank, device in enumerate(self.devices):
             trace = self.traces[rank] if self.traces else None
             own = Rank(rank, device, self.backend, self._positions[rank], trace)
-            self._interpreters.append(Interpreter(own, schedule, self._exchanges.transport(rank)))
+            self._interpreters.append(Interpreter(own, schedule, self._group.transport(rank)))
         if schedule.overlaps and not self._comm_threads:
             for rank, device in enumerate(self.devices):
                 self._comm_threads.append(RankThread(f"lockstep-exchange-{rank}"))
@@ -113,7 +113,7 @@ class InProcess:
         self._schedule = schedule
 
     def _start_exchange(self, interpreter: Interpreter) -> Callable[[], Any]:
-        """Runs a rank's exchange on a thread beside its own; the function waits for it."""
+        """Runs a rank's exchange on its comm thread; the function waits for it."""
         trace = interpreter.rank.trace
 
         def work() -> None:
@@ -121,7 +121,7 @@ class InProcess:
                 with traced(trace and trace.exchange):
                     interpreter.exchange()
             except BaseException:
-                self._exchanges.cancel()
+                self._group.cancel()
                 raise
 
         future = self._comm_threads[interpreter.rank.number].submit(work)
@@ -177,7 +177,7 @@ class InProcess:
             if not isinstance(error, Cancelled):
                 raise error
         if self._late or errors:
-            raise RankTimeout(f"after {self.timeout or 0:g} s that the others waited: {self._stragglers()}")
+            raise RankTimeout(f"the others waited {self.timeout or 0:g} s (--timeout): {self._stragglers()}")
         return [future.result() for future in futures]
 
     def _stragglers(self) -> str:
@@ -188,15 +188,16 @@ class InProcess:
             f"{source_line_of(frames.get(self._workers[rank].thread.ident or 0)) or 'its end'}"
             for rank in self._late
         )
-        return f"{who or 'a rank arrived too late'}. A longer --timeout waits longer"
+        return f"{who or 'a rank arrived too late'}. If it is only slow, use a larger --timeout"
 
-    def enter(self, phase: str) -> None:
+    def set_phase(self, phase: str) -> None:
         """All ranks are in this process: nobody waits elsewhere."""
 
     def place(self, array: Array) -> list[Tensor]:
         first = [self._memories.index(memory) for memory in self._memories]
         placed = self.each(
-            "place", lambda rank, device: self.backend.from_numpy(array, device) if first[rank] == rank else None
+            "copying data to the device",
+            lambda rank, device: self.backend.from_numpy(array, device) if first[rank] == rank else None,
         )
         return [placed[rank] for rank in first]
 

@@ -15,7 +15,7 @@ from lockstep.core.tracing import WAIT, span, traced
 from lockstep.replicas.replica import BatchSummary, Leaf, Replica, Shard
 from lockstep.runtime.bucket_queue import BucketQueue
 from lockstep.runtime.engine import Rank, RankResult, StepInput
-from lockstep.runtime.out_of_memory import Shortage, is_out_of_memory
+from lockstep.runtime.out_of_memory import OutOfMemoryCause, is_out_of_memory
 from lockstep.runtime.transport import Cancelled, TransferGroup, Transport
 from lockstep.runtime.workspace import Workspace
 from lockstep.schedules.instructions import (
@@ -103,11 +103,11 @@ class Interpreter:
             self.hold_total()
 
     def execute(self, instruction: Instruction) -> None:
-        """One instruction, for who runs all ranks on one thread."""
+        """One instruction, for callers that run all ranks on one thread."""
         _HANDLERS[type(instruction)](self, instruction)
 
     def cancel(self) -> None:
-        """This rank has failed: wakes who waits for it in this process."""
+        """This rank has failed: wakes the threads of this process that wait for it."""
         self._buckets.cancel()
         self._transport.cancel()
 
@@ -150,9 +150,9 @@ class Interpreter:
         except BaseException as problem:
             if not is_out_of_memory(problem):
                 raise
-            shortage = Shortage(problem)
+            cause = OutOfMemoryCause(problem)
         self._held.clear()
-        raise shortage.explained(self.rank, self._replica, self._work, shards[0].num_samples, self._transport)
+        raise cause.to_error(self.rank, self._replica, self._work, shards[0].num_samples, self._transport)
 
     def _all_gather(self, instruction: AllGather) -> None:
         leaves = self._leaves

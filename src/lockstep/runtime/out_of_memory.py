@@ -17,14 +17,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-class Shortage:
+class OutOfMemoryCause:
     """An out-of-memory error, without the memory that its frames hold."""
 
     def __init__(self, problem: BaseException) -> None:
         self._source_line, self._said = user_source_line(problem), str(problem)
         traceback.clear_frames(problem.__traceback__)
 
-    def explained(self, rank: Rank, replica: Replica, work: StepInput, num_samples: int, via: Transport) -> OutOfMemory:
+    def to_error(self, rank: Rank, replica: Replica, work: StepInput, num_samples: int, via: Transport) -> OutOfMemory:
         """The error to end with, for a shard of `num_samples`."""
         via.cancel()
         advice = self._what_would_fit(rank, replica, work, num_samples, via)
@@ -52,5 +52,5 @@ class Shortage:
             except Exception as problem:  # without memory, other things go wrong too
                 traceback.clear_frames(problem.__traceback__)  # they hold what was computed so far
             else:
-                return f"A shard of {num_samples} does: use --shards {fits} (another run, with other bits)"
+                return f"A shard of {num_samples} does: use --shards {fits} (this changes the weights)"
         return "Not even one sample does: use a smaller model, smaller samples, or a device with more memory"

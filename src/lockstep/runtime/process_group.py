@@ -29,7 +29,7 @@ def check_can_fork(devices: Sequence[Device]) -> None:
     """Refuses to start workers for GPUs from a process that has used one already: CUDA does not survive a fork."""
     if devices[0].kind == "cuda" and torch.cuda.is_initialized():
         raise BackendError(
-            "This process has used a GPU already, so processes that are forked from it cannot. Use --engine "
+            "CUDA is already initialized in this process, so forked processes cannot use it. Use --engine "
             "inprocess, or start the program with torchrun."
         )
 

@@ -15,7 +15,7 @@ from lockstep.core.serialization import pack, unpack
 from lockstep.core.source_lines import user_source_line
 from lockstep.core.tracing import Trace, traced
 from lockstep.replicas.replica import Replica
-from lockstep.runtime.engine import Position, Rank, StepInput, StepResult, busy_ranks
+from lockstep.runtime.engine import Position, Rank, StepInput, StepResult, ranks_with_shards
 from lockstep.runtime.interpreter import Interpreter
 from lockstep.runtime.process_group import ProcessGroup
 from lockstep.runtime.process_transport import ProcessTransport
@@ -73,17 +73,17 @@ class Processes:
         for trace in self.traces:
             trace.start_step(work.step)
         results = self._interpreter.run(work, replicas[0], self._start_exchange)
-        self.enter("loading of samples")
+        self.set_phase("loading of samples")
         return StepResult.of_ranks(results)
 
     def interpreter(self, schedule: Schedule) -> Interpreter:
         """This rank's side of a schedule."""
-        transport = ProcessTransport(self._group, busy_ranks(schedule), self.position)
+        transport = ProcessTransport(self._group, ranks_with_shards(schedule), self.position)
         trace = self.traces[0] if self.traces else None
         return Interpreter(Rank(self.rank, self.device, self.backend, self.position, trace), schedule, transport)
 
     def _start_exchange(self, interpreter: Interpreter) -> Callable[[], Any]:
-        """Runs the exchange on a thread beside the main one; the function waits for it."""
+        """Runs the exchange on the comm thread; the function waits for it."""
         if self._comm_thread is None:
             self._comm_thread = RankThread(f"lockstep-exchange-{self.rank}")
             self._comm_thread.submit(self.backend.start_worker, self.device)
@@ -101,7 +101,9 @@ class Processes:
             with traced(self.traces[0] if self.traces else None, lambda: self.backend.synchronize(self.device)):
                 result = work(self.rank, self.device, *(entries[0] for entries in lists))
                 self.backend.synchronize(self.device)
-            self.position.phase = f"what comes after {phase}"  # not on an error: others look for who did not arrive
+            self.position.phase = (
+                f"between phases, after {phase}"  # not on an error: others look for who did not arrive
+            )
         except LockstepError:
             raise
         except (Exception, SystemExit) as problem:
@@ -109,11 +111,11 @@ class Processes:
             raise RankError(self.rank, self.device, self.position.phase, problem, where) from problem
         return [result]
 
-    def enter(self, phase: str) -> None:
+    def set_phase(self, phase: str) -> None:
         self.position.phase = phase
 
     def place(self, array: Array) -> list[Tensor]:
-        return self.each("place", lambda rank, device: self.backend.from_numpy(array, device))
+        return self.each("copying data to the device", lambda rank, device: self.backend.from_numpy(array, device))
 
     def all_gather(self, values: list[Any]) -> list[Any]:
         (found,) = self.each(

@@ -11,24 +11,24 @@ class RankThread:
     """Does what it is given, one after the other."""
 
     def __init__(self, name: str) -> None:
-        self._given: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = SimpleQueue()
+        self._tasks: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = SimpleQueue()
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.thread.start()
 
     def submit(self, work: Callable[..., Any], *arguments: Any) -> "Future[Any]":
         """Gives it something to do."""
         future: Future[Any] = Future()
-        self._given.put((future, work, arguments))
+        self._tasks.put((future, work, arguments))
         return future
 
     def end(self, waits: bool = True) -> None:
         """Ends the thread when it has done what it was given."""
-        self._given.put(None)
+        self._tasks.put(None)
         if waits:
             self.thread.join()
 
     def _run(self) -> None:
-        while (given := self._given.get()) is not None:
+        while (given := self._tasks.get()) is not None:
             future, work, arguments = given
             try:
                 future.set_result(work(*arguments))

@@ -36,7 +36,7 @@ def train_step(
     buckets = bucket_ranges(entries, options.bucket_mb, engine.num_ranks)
     split = DataParallel(ranges, entries, buckets, options.exchange, options.shards_together)
     result = engine.run(data_parallel(split), replicas, StepInput(step, batch, shards))
-    balance.measured(ranges, result.seconds)
+    balance.record_times(ranges, result.seconds)
     return Resolved(result.losses)
 
 

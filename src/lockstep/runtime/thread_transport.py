@@ -12,7 +12,7 @@ from lockstep.runtime.engine import RankResult
 from lockstep.runtime.transport import Cancelled, TransferGroup, check_same_layer
 
 
-class Mailboxes:
+class RankQueues:
     """A queue from every rank to every other: `SimpleQueue` wakes who waits sooner than the locks of `threading` do."""
 
     def __init__(self, num_ranks: int, timeout: float | None) -> None:
@@ -42,8 +42,8 @@ class Mailboxes:
                 queue.put(Cancelled)
 
 
-class Exchanges:
-    """What the ranks of one schedule share: mailboxes for gradients, results, and tensors in mid-forward."""
+class ThreadGroup:
+    """What the ranks of one schedule share: queues for gradients, results, and tensors in mid-forward."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Exchanges:
     ) -> None:
         """`memories` says in which memory each device's tensors are, `busy` which ranks have shards."""
         self.backend, self.devices, self.memories, self.busy = backend, devices, memories, busy
-        self.values, self.results, self.tensors = (Mailboxes(len(devices), timeout) for _ in range(3))
+        self.values, self.results, self.tensors = (RankQueues(len(devices), timeout) for _ in range(3))
 
     def transport(self, rank: int) -> "ThreadTransport":
         """The transport of one rank."""
@@ -63,14 +63,14 @@ class Exchanges:
 
     def cancel(self) -> None:
         """Wakes all who wait, now or later."""
-        for mailboxes in (self.values, self.results, self.tensors):
-            mailboxes.cancel()
+        for queues in (self.values, self.results, self.tensors):
+            queues.cancel()
 
 
 class ThreadTransport:
     """One rank's connections to the other threads."""
 
-    def __init__(self, shared: Exchanges, rank: int) -> None:
+    def __init__(self, shared: ThreadGroup, rank: int) -> None:
         self._shared, self._rank = shared, rank
         self._backend, self._device = shared.backend, shared.devices[rank]
         self._others = [other for other in range(len(shared.devices)) if other != rank]

@@ -1,7 +1,7 @@
 """Metrics on all devices, each test sample counted exactly once: the text's fourth exercise.
 
-The samples are cut into pieces of a fixed size, whatever the number of devices, so the same kernels compute a sample on
-any of them. The sums of the pieces are added with one rounding at the end, so their order does not matter.
+The samples are cut into batches of a fixed size, whatever the number of devices, so the same kernels compute a sample
+on any of them. The sums of these batches are added with one rounding at the end, so their order does not matter.
 """
 
 import math
@@ -18,25 +18,26 @@ from lockstep.replicas.replica import Replica
 from lockstep.training.replica_set import ReplicaSet
 
 
-def evaluate(replicas: ReplicaSet, source: BatchSource, piece: int, batch_size: int) -> dict[str, float]:
+def evaluate(replicas: ReplicaSet, source: BatchSource, eval_batch_size: int, batch_size: int) -> dict[str, float]:
     """The mean of every metric over all samples of `source`."""
     size = source.num_samples if source.in_memory else batch_size
-    batches = source.batches(np.arange(source.num_samples), size, partial(cut_into_pieces, piece=piece), epoch=0)
-    return evaluate_batches(replicas, batches, piece)
+    split = partial(split_into_eval_batches, eval_batch_size=eval_batch_size)
+    batches = source.batches(np.arange(source.num_samples), size, split, epoch=0)
+    return evaluate_batches(replicas, batches, eval_batch_size)
 
 
-def evaluate_batches(replicas: ReplicaSet, batches: Iterable[Batch], piece: int) -> dict[str, float]:
-    """The mean of every metric over the samples of all batches, of which `piece` at a time are computed together."""
+def evaluate_batches(replicas: ReplicaSet, batches: Iterable[Batch], eval_batch_size: int) -> dict[str, float]:
+    """The mean of every metric over the samples of all batches, `eval_batch_size` of them computed at a time."""
     engine, able = replicas.engine, replicas.placement.ranks_with_all
     sums: dict[str, list[float]] = {}
     num_samples = 0
     for batch in batches:
         num_samples += batch.num_samples
-        pieces = cut_into_pieces(batch.num_samples, piece)
-        shares = dict(zip(able, split_over_ranks(len(pieces), len(able)), strict=True))
+        eval_batches = split_into_eval_batches(batch.num_samples, eval_batch_size)
+        shares = dict(zip(able, split_over_ranks(len(eval_batches), len(able)), strict=True))
 
         def work(rank: int, device: Device, replica: Replica) -> list[dict[str, float]]:
-            own = [pieces[number] for number in shares.get(rank, ())]  # noqa: B023 - called in this iteration only
+            own = [eval_batches[number] for number in shares.get(rank, ())]  # noqa: B023 - called in this iteration only
             return [replica.measure(*batch.fetch(rank, part.start, part.stop)) for part in own]  # noqa: B023
 
         measured = engine.all_gather(engine.each("evaluation", work, replicas.local))
@@ -45,6 +46,6 @@ def evaluate_batches(replicas: ReplicaSet, batches: Iterable[Batch], piece: int)
     return {name: math.fsum(values) / num_samples for name, values in sums.items()}
 
 
-def cut_into_pieces(num_samples: int, piece: int) -> list[range]:
-    """Parts of at most `piece` samples, whose sizes differ by at most one."""
-    return split_into_shards(num_samples, -(-num_samples // piece))
+def split_into_eval_batches(num_samples: int, eval_batch_size: int) -> list[range]:
+    """Parts of at most `eval_batch_size` samples, whose sizes differ by at most one."""
+    return split_into_shards(num_samples, -(-num_samples // eval_batch_size))

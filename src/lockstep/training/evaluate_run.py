@@ -62,12 +62,12 @@ def evaluate_run(
     if task.test_set is None:
         raise DataError(f"{config.data} has no test samples to evaluate the run in {folder} on.")
     if task.data_sha256 is not None and settings.get("data_sha256") not in (None, task.data_sha256):
-        raise DataError(f"{config.data} is not the data that the run in {folder} was trained on: its SHA-256 differs.")
+        raise DataError(f"{config.data} is not the data that the run in {folder} was trained on (its SHA-256 differs).")
     state = checked_weights(task.initial, weights, folder / "weights.safetensors", config.model)
     with InProcess(backend, devices) as engine:
         replicas = ReplicaSet(engine, engine.each("replicate", lambda rank, device: task.replica(device, state, None)))
         with closing(task.test_set(engine)) as test_set, loader_errors():
-            metrics = evaluate(replicas, test_set, task.piece, config.batch_size)
+            metrics = evaluate(replicas, test_set, task.eval_batch_size, config.batch_size)
     return Evaluation(
         test_accuracy=metrics.get("accuracy"),
         metrics=metrics,
@@ -92,7 +92,9 @@ def _recorded_config(settings: dict[str, Any], folder: Path, changed: dict[str, 
         if is_entry_point(value) or value.endswith(" given in Python"):
             wanted = value if is_entry_point(value) else "package.file:function"
             what = f"The {name} of the run in {folder} is code of your own, {value}"
-            raise ConfigError(f"{what}. A record does not decide what code is run: add --{name} {wanted}.")
+            raise ConfigError(
+                f"{what}. Lockstep never imports code that only config.json names: add --{name} {wanted}."
+            )
     try:
         return RunConfig(**{**recorded, **changed})
     except (TypeError, ValueError, AttributeError) as problem:

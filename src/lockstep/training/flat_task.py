@@ -16,7 +16,9 @@ from lockstep.optim.optimizers import OPTIMIZERS
 from lockstep.replicas.flat import FlatReplica, FlatTrainSpec
 from lockstep.training.task import Task, UserObjects, num_steps
 
-PIECE = 256  # samples that LeNet is evaluated on together: like the number of shards, it may change the last bits
+EVAL_BATCH_SIZE = (
+    256  # samples that LeNet is evaluated on together: like the number of shards, it may change the last bits
+)
 
 
 def flat_task(config: RunConfig, backend: Backend, model: Model, data: Dataset, objects: UserObjects) -> Task:
@@ -52,7 +54,7 @@ def flat_task(config: RunConfig, backend: Backend, model: Model, data: Dataset, 
         num_train=data.num_train,
         num_test=data.num_test,
         data_sha256=data.sha256,
-        piece=PIECE,
+        eval_batch_size=EVAL_BATCH_SIZE,
         trained=lambda weights: None,
     )
 

@@ -182,14 +182,14 @@ class Training:
         if progress.step == 1:
             progress.first_loss = math.fsum(losses) / num_samples
         if not all(map(math.isfinite, losses)):
-            yield from self._stop("the loss is no longer a number")
+            yield from self._stop("the loss is NaN or infinite")
         yield StepDone(progress.epoch, progress.step, num_samples)
 
     def _incidents(self) -> Events:
         if self._steps.why_eager and not self._eager_is_reported:
             self._eager_is_reported = True
             yield Incident("eager", f"CUDA graph capture is off, running eagerly: {self._steps.why_eager}")
-        if moved := self._balance.news():
+        if moved := self._balance.pop_message():
             yield Incident("balance", f"step {self.progress.step}: {moved}")
 
     def _finish_epoch(self, test_set: BatchSource | None) -> Events:
@@ -202,12 +202,14 @@ class Training:
             preparation = first_steps
         progress.seconds = max(0.0, progress.seconds - preparation)
         if preparation > REPORTED_SECONDS:
-            what = "compile the model" if config.compile else "capture steps as CUDA graphs"
-            yield Incident("prepared", f"epoch {progress.epoch}: {preparation:.1f} s more, to {what}")
+            what = "compiling the model" if config.compile else "CUDA graph capture"
+            yield Incident(
+                "prepared", f"epoch {progress.epoch}: {what} took {preparation:.1f} s, not counted in its time"
+            )
         now = self._set.weights()
         if not all(np.isfinite(now[name]).all() for name in task.parameters):
-            yield from self._stop("a weight is no longer a number")
-        metrics = {} if test_set is None else evaluate(self._set, test_set, task.piece, config.batch_size)
+            yield from self._stop("a weight is NaN or infinite")
+        metrics = {} if test_set is None else evaluate(self._set, test_set, task.eval_batch_size, config.batch_size)
         self._weights = now
         train_loss = math.fsum(progress.losses) / task.num_train  # rounded once: independent of the order
         finished = EpochDone(progress.epoch, progress.seconds, train_loss, metrics.get("accuracy"), metrics)
@@ -235,7 +237,7 @@ class Training:
         weights, states = self._set.weights(), self._set.states()
         if checkpoints is None:
             return ""
-        self._engine.enter("checkpoint")
+        self._engine.set_phase("checkpoint")
         return str(checkpoints.save(self._checkpoint(weights, states)))
 
     def _stopped(self, reason: str) -> RunStopped:

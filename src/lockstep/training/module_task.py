@@ -80,7 +80,7 @@ def module_task(config: RunConfig, devices: list[Device], model: Any, data: Any,
         num_train=num_train,
         num_test=num_test,
         data_sha256=None if in_memory is None else in_memory.sha256,
-        piece=-(-config.batch_size // config.num_shards),  # the size of a shard, which fits into memory
+        eval_batch_size=-(-config.batch_size // config.num_shards),  # the size of a shard, which fits into memory
         trained=finished,
         notes=notes(config, devices, num_train),
     )
@@ -96,7 +96,7 @@ def _optimizer(config: RunConfig, objects: UserObjects) -> MakeOptimizer:
 
 
 def parts_of(data: Any, name: str) -> tuple[Any, Any]:
-    """Training and test data, each a pair of arrays or a map-style data set; without test data, None."""
+    """Training and test data, each a pair of arrays or a map-style dataset; without test data, None."""
     if isinstance(data, Dataset):
         return (data.X_train, data.y_train), (data.X_test, data.y_test) if data.num_test else None
     train, test = data if isinstance(data, (tuple, list)) and len(data) == 2 else (data, None)

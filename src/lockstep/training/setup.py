@@ -45,9 +45,11 @@ def prepare(
     objects = objects or UserObjects()
     model = find_model(config, objects)
     if config.exchange == NATIVE and config.engine != "processes":
-        raise ConfigError("native is the framework's own all-reduce, between processes: use --engine processes.")
+        raise ConfigError(
+            "--exchange native needs --engine processes: it is the framework's own all-reduce between them."
+        )
     if config.on_hang == "drop" and config.engine != "processes":
-        raise ConfigError("A thread that hangs cannot be dropped: --on-hang drop needs --engine processes.")
+        raise ConfigError("--on-hang drop needs --engine processes: a thread that hangs cannot be dropped.")
     backend = load_backend(config.backend)
     pick({name: ENGINES[name] for name in backend.capabilities.engines}, config.engine, f"engine for {backend.name}")
     if devices is None:
@@ -60,7 +62,7 @@ def prepare(
             raise ConfigError(f"{model.name} needs its samples in memory: give arrays (X, y), or a module as model.")
         return Prepared(backend, devices, flat_task(config, backend, model, data, objects))
     if backend.name != MODULES:
-        raise ConfigError(f"{config.model} is a module of {MODULES}, and the backend is {backend.name}. Use {MODULES}.")
+        raise ConfigError(f"{config.model} needs --backend {MODULES}. In {backend.name}, use --model lenet.")
     from lockstep.training.module_task import module_task  # loads its framework
 
     return Prepared(backend, devices, module_task(config, devices, model, data, objects))
@@ -76,7 +78,7 @@ def find_model(config: RunConfig, objects: UserObjects) -> Any:
 
 
 def find_data(config: RunConfig, objects: UserObjects, progress: Progress) -> Any:
-    """A `Dataset` in memory, or map-style data sets."""
+    """A `Dataset` in memory, or map-style datasets."""
     data, name = objects.data, config.data
     if data is None and is_entry_point(name):
         function = load_entry_point(name, "data")
@@ -89,7 +91,7 @@ def find_data(config: RunConfig, objects: UserObjects, progress: Progress) -> An
 
 
 def is_map_style(data: Any) -> bool:
-    """Whether `data` is a map-style data set, or a pair of them, and not arrays."""
+    """Whether `data` is a map-style dataset, or a pair of them, and not arrays."""
     parts, no_data_set = data if isinstance(data, (tuple, list)) else [data], (tuple, list, dict, str, type(None))
     return any(not isinstance(part, no_data_set) and not hasattr(part, "__array__") for part in parts)
 

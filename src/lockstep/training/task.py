@@ -27,7 +27,7 @@ class UserObjects:
 
 @dataclass(frozen=True)
 class Task:
-    """One model to train on one data set."""
+    """One model to train on one dataset."""
 
     model: str  # its name on the terminal
     initial: dict[str, Array]  # parameters and buffers by name, in model order
@@ -38,7 +38,7 @@ class Task:
     num_train: int
     num_test: int
     data_sha256: str | None  # None where the samples are not in memory
-    piece: int  # samples that are evaluated together
+    eval_batch_size: int  # samples that are evaluated together
     trained: Callable[[dict[str, Array]], Any]  # parameters and buffers -> the trained module, if there is one
     notes: tuple[str, ...] = ()  # shown to the user when it starts
 

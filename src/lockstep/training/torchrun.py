@@ -81,7 +81,7 @@ class TorchrunRank:
     def _name_failed_peers(self, failure: PeerFailure) -> RunError:
         rank, devices = self._env.rank, self._devices
         if not devices:
-            return RunError(f"rank {rank}: {str(failure).rstrip('.')}. Resume with --resume.")
+            return RunError(f"rank {rank}: {failure}")
         names, is_reported = list(map(str, range(self._env.size))), None
         try:
             _, cause = ask(lambda: find_stragglers(self._store, names, devices, rank), STORE_SECONDS)
@@ -110,7 +110,8 @@ def devices_of_all(config: RunConfig, env: TorchrunEnv, store: Store) -> list[De
     try:
         devices = [Device(store.get(f"device/{rank}").decode()) for rank in range(env.size)]
     except RuntimeError as problem:
-        raise PeerFailure(f"Not all of the {env.size} ranks have started within {config.timeout:g} s.") from problem
+        hint = "Start torchrun on every machine, or use a larger --timeout"
+        raise PeerFailure(f"Not all of the {env.size} ranks started within {config.timeout:g} s. {hint}.") from problem
     if len({device.kind for device in devices}) > 1:
         hint = "their kernels round differently. Use logical CPU devices on all of them: --devices cpu:0,cpu:1"
         raise ConfigError(f"The machines have devices of two kinds, {', '.join(devices)}: {hint}.")

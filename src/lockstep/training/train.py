@@ -15,7 +15,7 @@ from lockstep.training.task import UserObjects
 
 OBJECTS = {  # settings that may be an object instead of a name
     "model": "a name, a module, or a function that makes one",
-    "data": "a name, (X, y), ((X, y), (X_test, y_test)), or a map-style data set",
+    "data": "a name, (X, y), ((X, y), (X_test, y_test)), or a map-style dataset",
     "loss": "a name, or a function of (output, y)",
     "optimizer": "a name, or a function of the parameters",
 }
@@ -38,7 +38,7 @@ def train(
     names of its options; `num_epochs` and `num_shards` are other names for `epochs` and `shards`.
 
     - `model`: a name, a module (left as it was; the trained one is `result.module`), or a function that makes one.
-    - `data`: a name, `(X, y)`, `((X, y), (X_test, y_test))`, a map-style data set, or a pair of such. Bytes reach the
+    - `data`: a name, `(X, y)`, `((X, y), (X_test, y_test))`, a map-style dataset, or a pair of such. Bytes reach the
       model as 0 to 1. X may be a tuple (the model's arguments) or a dict (its arguments by name).
     - `loss`: cross_entropy, mse, l1, bce, or a function of (output, y) that returns one number for each sample.
     - `optimizer`: sgd, adam, adamw, or a function of a list of parameters that returns an optimizer.

@@ -40,7 +40,7 @@ def made_module(model: Any, data: Dataset | None, seed: int) -> nn.Module:
             torch.manual_seed(seed)
             module = call_user_function(model, "model")
     if not isinstance(module, nn.Module):
-        raise ConfigError(f"The function for the model gave a {type(module).__name__}. It must give a torch.nn.Module.")
+        raise ConfigError(f"The function for the model returned a {type(module).__name__}. It must return a module.")
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
             raise ConfigError(f"{name} has no shape yet (a lazy layer). Run one sample through the module first.")
@@ -70,7 +70,7 @@ def check_objects(config: RunConfig, spec: TrainSpec) -> None:
     if scheduler is not None and (config.schedule != "constant" or config.warmup):
         raise ConfigError("There is a scheduler, and a schedule or a warm-up too. Give one of them.")
     if scheduler is not None and not callable(scheduler):
-        hint = "Give a function that makes one of an optimizer, scheduler=lambda optimizer: ..., or a name as schedule="
+        hint = "Give a function that takes the optimizer and returns one, or a name as schedule="
         raise ConfigError(f"The scheduler is a {type(scheduler).__name__}. {hint}.")
     named = spec.module.named_parameters()
     copies = [(name, nn.Parameter(param.detach().clone())) for name, param in named if param.requires_grad]
@@ -83,7 +83,7 @@ def check_objects(config: RunConfig, spec: TrainSpec) -> None:
 
 
 def check_smallest_shard(config: RunConfig, module: nn.Module, train: Any, num_train: int) -> None:
-    """Refuses shards of one sample where batch norm needs more, which one sample is tried on."""
+    """Refuses shards of one sample if batch norm needs more; tries it on one sample."""
     rest = num_train % config.batch_size or config.batch_size
     has_norm = any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in module.modules())
     if not has_norm or config.batch_norm == "sync" or min(rest, config.batch_size) >= 2 * config.num_shards:
@@ -103,7 +103,7 @@ def check_smallest_shard(config: RunConfig, module: nn.Module, train: Any, num_t
 
 
 def check_compilable(config: RunConfig, module: nn.Module, train: Any) -> None:
-    """Refuses to compile a model that draws random numbers, which two samples are tried on."""
+    """Refuses to compile a model that draws random numbers; tries it on two samples."""
     if config.batch_norm == "sync":
         raise ConfigError("A compiled model cannot wait for statistics of the whole batch. Leave --compile out.")
     random, copied = KeyedRandom(torch.device("cpu")), _training_copy(module)

@@ -10,11 +10,11 @@ def checked_weights(expected: dict[str, Array], found: dict[str, Array], file: P
     """The weights in model order; names, shapes and dtypes must be those of the model."""
     if set(found) != set(expected):
         names = _few(sorted(found)) or "no tensors"
-        raise ConfigError(f"{file} has {names}, and {model} needs {_few(list(expected))}.")
+        raise ConfigError(f"{file} has {names}, and {model} needs {_few(list(expected))}. Use the run's own model.")
     for name, array in expected.items():
         needed, has = (f"{each.dtype} of shape {each.shape}" for each in (array, found[name]))
         if has != needed:
-            raise ConfigError(f"{file}: {name} is {has}, and {model} needs {needed}.")
+            raise ConfigError(f"{file}: {name} is {has}, and {model} needs {needed}. Use the run's own model.")
     return {name: found[name] for name in expected}
 
 

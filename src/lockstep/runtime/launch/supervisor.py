@@ -92,14 +92,14 @@ class Supervisor:
         if any(rank == 0 and code == 0 for _, rank, _, code in gone):
             return True
         if gone:
-            notes = [self._gone(*one) for one in gone]
+            notes = [self._on_worker_exit(*one) for one in gone]
             if not self._workers:
                 raise WorkerFailed(f"{'; '.join(notes)}. No worker is left.")
             self._next_generation(notes)
         self._read_failures()
         return False
 
-    def _gone(self, worker: int, rank: int, slot: int, code: int) -> str:
+    def _on_worker_exit(self, worker: int, rank: int, slot: int, code: int) -> str:
         """A worker has ended: the run ends with its own words, or goes on without it; says what happened."""
         who = f"rank {rank} ({self._slots[slot]})"
         error = self._error_of(worker)
@@ -137,18 +137,21 @@ class Supervisor:
                 self._hang(said["stragglers"], said["said"])
         if self._failed_at is not None and time.monotonic() > self._failed_at + GRACE_SECONDS and not self._stragglers:
             if not self._restarts_left:
-                raise WorkerFailed("The connections between the workers broke again and again.")
+                raise WorkerFailed(
+                    "The connections between the ranks broke, and no restart is left (--max-restarts). Check the "
+                    "memory and the network of this machine."
+                )
             self._restarts_left -= 1
-            self._next_generation(["the connections between the workers broke, and are made anew"])
+            self._next_generation(["the connections between the ranks broke, and are made anew"])
 
     def _hang(self, stragglers: list[int], said: str) -> None:
-        sentence = f"after {self._timeout:g} s in an exchange: {said}"
+        sentence = f"the others waited {self._timeout:g} s (--timeout): {said}"
         if not self._drops_hung:
             raise WorkerFailed(
-                f"{sentence}. A longer --timeout waits longer, --on-hang drop continues without those that hang."
+                f"{sentence}. If it is only slow, use a larger --timeout; --on-hang drop continues without it."
             )
         if len(stragglers) == len(self._by_rank):
-            raise WorkerFailed(f"{sentence}. Nobody is left to continue without them.")
+            raise WorkerFailed(f"{sentence}. All ranks hang: none can continue.")
         self._stragglers = stragglers
         self._dropped.update(self._by_rank[rank] for rank in stragglers)
         self._notes.append(sentence)
