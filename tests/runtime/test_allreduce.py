@@ -64,9 +64,13 @@ def test_threads_do_not_disturb_each_other():
 
 
 def test_after_an_error_the_next_call_is_right(monkeypatch):
-    with monkeypatch.context() as broken, pytest.raises(RuntimeError, match="no more"):
-        broken.setattr(TorchBackend, "assign", lambda *arguments: (_ for _ in ()).throw(RuntimeError("no more")))
-        lockstep.allreduce(vectors(0))
+    def fail(*arguments):
+        raise RuntimeError("no more")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(TorchBackend, "assign", fail)
+        with pytest.raises(RuntimeError, match="no more"):
+            lockstep.allreduce(vectors(0))
     data = vectors(1)
     expected = in_the_tree(data)
     lockstep.allreduce(data)
