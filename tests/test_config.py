@@ -89,12 +89,13 @@ def test_an_unknown_name_is_refused_with_the_choices_and_the_option(each):
         assert getattr(RunConfig(**{each.name: choice}), each.name) == choice
     with pytest.raises(ConfigError) as refused:
         RunConfig(**{each.name: "nonesuch"})
-    words, choices = each.name.replace("_", " "), ", ".join(sorted(each.metadata["choices"]))
-    assert str(refused.value) == f"There is no {words} called 'nonesuch'. There are: {choices} ({flag_of(each)})."
+    *first, last = sorted(each.metadata["choices"])
+    words, allowed = each.name.replace("_", " "), f"{', '.join(first)} or {last}"
+    assert str(refused.value) == f"{words} must be {allowed}, got 'nonesuch' ({flag_of(each)})."
 
 
 def test_the_nearest_choice_is_suggested():
-    with pytest.raises(ConfigError, match=r"no exchange called 'shraded'\. Did you mean 'sharded'\? There are"):
+    with pytest.raises(ConfigError, match=r"got 'shraded' \(--exchange\)\. Did you mean 'sharded'\?$"):
         RunConfig(exchange="shraded")
 
 

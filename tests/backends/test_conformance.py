@@ -698,7 +698,7 @@ def test_cuda_graphs_are_not_captured_on_the_cpu(backend):
 def test_an_engine_that_a_framework_does_not_have_is_refused(name, backend, lockstep, tiny):
     answer = lockstep("train", "--backend", name, "--engine", "elsewhere", "--data", tiny)
     assert answer.status == 2
-    assert "There is no engine called 'elsewhere'. There are: inprocess, processes" in answer.err
+    assert "engine must be inprocess or processes, got 'elsewhere' (--engine)." in answer.err
     if "processes" not in backend.capabilities.engines:
         answer = lockstep("train", "--backend", name, "--engine", "processes", "--data", tiny)
         assert answer.status == 2

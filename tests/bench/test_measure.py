@@ -113,7 +113,9 @@ def test_a_contender_that_fails_or_is_not_installed_does_not_stop_the_others(mon
     log = []
     table = measure_model(broken, [], ["lockstep", "text-in-memory", "fabric"], 1, log.append)
     ours, text, fabric = table.rows
-    assert ours.problem.startswith("failed: There is no exchange called 'rign'. Did you mean 'ring'?")
+    assert ours.problem.startswith(
+        "failed: exchange must be gather, native, ring, sharded or tree, got 'rign' (--exchange)."
+    )
     assert any("lockstep failed" in line for line in log)
     assert (text.problem, len(text.seconds)) == ("", 1)
     assert fabric.problem == "not installed: pip install 'lockstep[bench]'"

@@ -64,7 +64,7 @@ def test_the_parts_of_two_ranks_are_the_batches_of_our_own_run():
         ({"model": "lenett"}, "There is no model to measure called 'lenett'. Did you mean 'lenet'?"),
         ({"num_steps": 0}, "A trial of 0 steps measures nothing."),
         ({"batch_size": 7}, "A batch of 7 samples cannot be cut into 2 equal parts"),
-        ({"precision": "fp99", "model": "mlp"}, "There is no precision called 'fp99'."),
+        ({"precision": "fp99", "model": "mlp"}, "precision must be bf16, fp32 or tf32, got 'fp99' (--precision)."),
     ],
 )
 def test_an_invalid_workload_is_refused(overrides, sentence):

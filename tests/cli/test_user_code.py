@@ -105,7 +105,7 @@ def test_a_users_loss_and_optimizer(own):
         (("--optimizer", "adamm"), "There is no optimizer called 'adamm'. Did you mean 'adam'?"),
         (
             ("--schedule", "cosin"),
-            "There is no schedule called 'cosin'. Did you mean 'cosine'? There are: constant, cosine, linear (--sch",
+            "schedule must be constant, cosine or linear, got 'cosin' (--schedule). Did you mean 'cosine'?",
         ),
         (("--momentum", "1.5"), "momentum must be at least 0 and less than 1, got 1.5 (--momentum)."),
         (("--optimizer", "adam", "--momentum", "0.5"), "Momentum belongs to sgd, and the optimizer is adam."),
@@ -113,8 +113,8 @@ def test_a_users_loss_and_optimizer(own):
         (("--clip-norm", "0"), "clip norm must be more than 0, got 0.0 (--clip-norm)."),
         (("--warmup", "-1"), "warmup must be at least 0, got -1 (--warmup)."),
         (("--workers", "-1"), "workers must be at least 0 and at most 256, got -1 (--workers)."),
-        (("--precision", "fp8"), "There is no precision called 'fp8'. There are: bf16, fp32, tf32 (--precision)."),
-        (("--batch-norm", "global"), "There is no batch norm called 'global'. There are: shard, sync (--batch-norm)."),
+        (("--precision", "fp8"), "precision must be bf16, fp32 or tf32, got 'fp8' (--precision)."),
+        (("--batch-norm", "global"), "batch norm must be shard or sync, got 'global' (--batch-norm)."),
         (("--backend", "numpy"), "own_file:make_model needs --backend torch. In numpy, use --model lenet."),
     ],
 )

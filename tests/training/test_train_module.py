@@ -483,8 +483,12 @@ ERRORS = [
         "data given in Python: the training samples hold",
     ),
     ({"batch_size": 41}, ConfigError, "A batch of 41 samples is larger than data given in Python, which has 40"),
-    ({"batch_norm": "synk"}, ConfigError, "There is no batch norm called 'synk'. Did you mean 'sync'?"),
-    ({"precision": "fp16"}, ConfigError, "There is no precision called 'fp16'."),
+    (
+        {"batch_norm": "synk"},
+        ConfigError,
+        "batch norm must be shard or sync, got 'synk' (--batch-norm). Did you mean 'sync'?",
+    ),
+    ({"precision": "fp16"}, ConfigError, "precision must be bf16, fp32 or tf32, got 'fp16' (--precision)."),
     ({"backend": "numpy"}, ConfigError, "a Linear given in Python needs --backend torch. In numpy, use --model lenet."),
 ]
 

@@ -9,7 +9,7 @@ from types import NoneType
 from typing import Any, get_args
 
 from lockstep.core.errors import ConfigError
-from lockstep.core.registry import pick
+from lockstep.core.registry import nearest
 
 IDENTITY = "identity"  # the bits of a run depend on it: a resumed run must have the same
 AGREED = "agreed"  # all ranks of a run must have the same; the bits do not depend on it
@@ -71,8 +71,11 @@ def checked(spec: "Field[Any]", annotation: Any, value: Any) -> Any:
     if limits and not (value < math.inf and all(allows(value, bound) for _, allows, bound in limits)):
         allowed = " and ".join(f"{text} {bound}" for text, _, bound in limits)
         raise ConfigError(f"{words} must be {allowed}, got {value} ({flag_of(spec)}).")
-    if spec.metadata["choices"] is not None:
-        pick(spec.metadata["choices"], value, words, more=f" ({flag_of(spec)})")
+    choices = spec.metadata["choices"]
+    if choices is not None and value not in choices:
+        *first, last = sorted(choices)
+        allowed, hint = f"{', '.join(first)} or {last}", nearest(value.lower(), choices)
+        raise ConfigError(f"{words} must be {allowed}, got {value!r} ({flag_of(spec)}).{hint}")
     return value
 
 
