@@ -7,23 +7,33 @@
 - crop: the same on 26x26 images (models/lenet_cropped.py)
 - fused: the kernels of backends/torch_lenet_cpu.py, on 28x28 images
 - both: crop and fused, which is what `lockstep train` runs
+- both-python: the same without TorchScript: its functions run in the Python interpreter
 
-plain and both are measured on two threads at once too, each with a core and a shard of its own.
+both and both-python are measured on two threads at once too, each with a core and a shard of its own. In a loop over
+one shard they hardly meet at the GIL; in the steps of a run they do more often:
+
+    python benchmarks/lenet.py --steps
+
+trains with two devices, with TorchScript and without it, in processes that take turns.
 """
 
 import argparse
+import importlib.util
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
+from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 
-from lockstep.backends import Ops
+from lockstep.backends import Ops, torch_lenet_cpu
 from lockstep.backends.hardware import pin_to_core
 from lockstep.backends.torch import BACKEND, TorchOps
 from lockstep.bench.results import append_result, describe_run
@@ -46,12 +56,29 @@ class Variant(NamedTuple):
     conv_relu_pool2d: Callable[..., Any]  # in place of that of `TorchOps`
 
 
+def without_torchscript() -> ModuleType:
+    """Another copy of backends/torch_lenet_cpu.py, whose functions are run by the Python interpreter."""
+    spec = importlib.util.spec_from_file_location("torch_lenet_cpu_python", torch_lenet_cpu.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with mock.patch("torch.jit.script", lambda function: function):
+        spec.loader.exec_module(module)
+    return module
+
+
 def variants() -> dict[str, Variant]:
+    in_python = without_torchscript().ConvReluPool2d
+
+    def fused_in_python(ops: Ops, X: Any, weight: Any, bias: Any, size: int) -> Any:
+        return in_python.apply(X, weight, bias, size)
+
     return {
         "plain": Variant(lenet, Ops.conv_relu_pool2d),
         "crop": Variant(lenet_cropped, Ops.conv_relu_pool2d),
         "fused": Variant(lenet, TorchOps.conv_relu_pool2d),
         "both": Variant(lenet_cropped, TorchOps.conv_relu_pool2d),
+        "both-python": Variant(lenet_cropped, fused_in_python),
     }
 
 
@@ -78,7 +105,7 @@ def measure(num_rounds: int, num_repeats: int) -> Table:
             gradients(net, *shards[rank])
 
     ways = variants()
-    rows = {name: Row(name) for name in (*ways, f"plain{THREADS}", f"both{THREADS}")}
+    rows = {name: Row(name) for name in (*ways, f"both{THREADS}", f"both-python{THREADS}")}
     threads = [ThreadPoolExecutor(1, initializer=start_thread, initargs=(rank,)) for rank in range(2)]
     with BACKEND.session(DEVICES):
         expected = gradients(lenet, *shards[0])
@@ -102,10 +129,38 @@ def measure(num_rounds: int, num_repeats: int) -> Table:
     for thread in threads:
         thread.shutdown()
     title = f"LeNet on the CPU: forward and backward of {NUM_SAMPLES} images, median of {num_rounds} rounds"
-    threaded = median(rows[f"both{THREADS}"].ratios(rows[f"plain{THREADS}"]))
-    notes = [f"on two threads at once: both takes {threaded:.2f} of the time of plain"]
+    notes = []
+    for where, suffix in (("on one thread", ""), ("on two threads at once", THREADS)):
+        ratio = median(rows[f"both-python{suffix}"].ratios(rows[f"both{suffix}"]))
+        notes.append(f"{where}, the Python interpreter takes {ratio:.2f} times as long as TorchScript")
     settings = {"num_samples": NUM_SAMPLES, "rounds": num_rounds, "repeats_per_round": num_repeats}
     return Table(title, "plain", list(rows.values()), unit="shard", notes=notes, settings=settings)
+
+
+EPOCHS = """
+import lockstep
+result = lockstep.train(2, num_epochs=40, lr=0.01, data="fashion-mnist-mini", quiet=True)
+print(sorted(epoch.seconds for epoch in result.history[3:])[18], result.weights_sha256)
+"""
+
+
+def measure_steps(num_rounds: int) -> Table:
+    """The seconds of an epoch (8 steps) on two devices with TorchScript and without it."""
+    rows = {"torchscript": Row("torchscript"), "python": Row("python")}
+    hashes = set()
+    for round_number in range(num_rounds):
+        for name, row in rows.items():
+            environment = {**os.environ, "PYTORCH_JIT": str(int(name == "torchscript"))}
+            done = subprocess.run(
+                [sys.executable, "-c", EPOCHS], env=environment, check=True, capture_output=True, text=True
+            )
+            seconds, weights_sha256 = done.stdout.split()
+            row.seconds.append(float(seconds) / 8)
+            hashes.add(weights_sha256)
+        print(f"round {round_number + 1} of {num_rounds}", file=sys.stderr, flush=True)
+    assert len(hashes) == 1, "the bits are the same"
+    title = f"A step of LeNet on two logical devices, batch 256, median of {num_rounds} rounds"
+    return Table(title, "torchscript", list(rows.values()), unit="step", settings={"rounds": num_rounds})
 
 
 def main() -> None:
@@ -113,8 +168,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40, help="many and short: others may use the machine")
     parser.add_argument("--repeats", type=int, default=10, help="shards of one round")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--steps", action="store_true", help="TorchScript in the steps of a run, 9 rounds")
     arguments = parser.parse_args()
-    table = measure(arguments.rounds, arguments.repeats)
+    table = measure_steps(9) if arguments.steps else measure(arguments.rounds, arguments.repeats)
     result = describe_run("python benchmarks/lenet.py", *sys.argv[1:]) | table.to_dict()
     append_result(arguments.out / "lenet.jsonl", result)
     print(table.text())

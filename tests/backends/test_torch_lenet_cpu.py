@@ -1,10 +1,14 @@
 """LeNet on CPU: the fused operation against PyTorch's own three, and memory formats."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch.nn import functional as F
 
-from lockstep.backends.torch_lenet_cpu import ConvReluPool2d, channels_last
+from lockstep.backends.torch_lenet_cpu import ConvReluPool2d, channels_last, scripted
 from lockstep.core.device import Device
 from lockstep.replicas.memory_format import flat_in_memory_order, shaped_like, wants_channels_last
 
@@ -33,6 +37,35 @@ def test_result_and_gradients_equal_those_of_the_three_operations(samples, chann
         for expected, ours in zip(*found, strict=True):
             assert ours.shape == expected.shape
             torch.testing.assert_close(ours, expected, rtol=1e-4, atol=2e-5 * float(expected.detach().abs().max()))
+
+
+def test_without_torchscript_functions_are_unchanged(monkeypatch):
+    def removed(function):
+        raise RuntimeError("no TorchScript")
+
+    monkeypatch.setattr(torch.jit, "script", removed)
+    assert scripted(removed) is removed
+
+
+def test_without_torchscript_bits_are_the_same():
+    code = """
+import lockstep, torch
+from lockstep.backends.torch_lenet_cpu import by_product
+print(isinstance(by_product, torch.jit.ScriptFunction))
+print(lockstep.train(2, num_epochs=1, data="fashion-mnist-mini", quiet=True).weights_sha256)
+"""
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTORCH_JIT": jit},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.split()
+        for jit in "01"
+    ]
+    assert [is_script for is_script, _ in found] == ["False", "True"]
+    assert found[0][1] == found[1][1]
 
 
 def test_inputs_are_not_overwritten():

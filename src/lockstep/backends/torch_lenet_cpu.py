@@ -1,4 +1,4 @@
-"""LeNet on CPU: fused convolution + ReLU + average pool; the path is chosen by shapes (no autotuning).
+"""LeNet on CPU: fused convolution + ReLU + average pool in TorchScript; the path is chosen by shapes (no autotuning).
 
 - Images are channels-last from the first convolution on.
 - Images of one channel are too small for PyTorch's convolution kernels: an im2col matrix product, biases included. Its
@@ -6,16 +6,31 @@
 - The gradient of a convolution's input is computed for a multiple of 16 channels, which fills the vector registers: a
   third faster than for LeNet's 20.
 - ReLU is in place, and the three operations are one autograd node.
-
-What each of it brings: `python benchmarks/lenet.py`.
+- Each of the four passes is a TorchScript function, which runs without the GIL. Ranks are threads of one process:
+  without scripts a step of two of them takes 0.98 to 1.11 times as long (`python benchmarks/lenet.py --steps`).
 """
 
-from typing import Any
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 
+
+def scripted(function: Function) -> Function:
+    """`function` in TorchScript: the same operations in the same order. Unchanged, if PyTorch no longer has it."""
+    with warnings.catch_warnings(action="ignore"):  # deprecated in favour of torch.compile, whose bits differ
+        try:
+            script: Function = torch.jit.script(function)
+        except (AttributeError, OSError, RuntimeError):
+            return function
+    return script
+
+
+@scripted
 def channels_last(images: Tensor) -> Tensor:
     """`images` in channels-last strides, with one channel too, where `.contiguous` leaves them as they are."""
     channels, height, width = images.size(1), images.size(2), images.size(3)
@@ -42,6 +57,7 @@ class ConvReluPool2d(torch.autograd.Function):
         return *convolution_gradients(grad, X, weight, images, ctx.size, ctx.needs_input_grad[0]), None
 
 
+@scripted
 def windows_of(X: Tensor, height: int, width: int, size: int) -> Tensor:
     """im2col of one-channel images, and a row of ones for the bias.
 
@@ -62,6 +78,7 @@ def windows_of(X: Tensor, height: int, width: int, size: int) -> Tensor:
     return unrolled
 
 
+@scripted
 def by_product(X: Tensor, weight: Tensor, bias: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One channel: pooled images; for backward the weight, the windows and the images before pooling."""
     windows = windows_of(X, weight.size(2), weight.size(3), size)
@@ -71,6 +88,7 @@ def by_product(X: Tensor, weight: Tensor, bias: Tensor, size: int) -> tuple[Tens
     return images.sum(0).permute(0, 3, 1, 2), weight, windows, images
 
 
+@scripted
 def product_gradients(
     grad: Tensor, weight: Tensor, windows: Tensor, images: Tensor, size: int
 ) -> tuple[Tensor, Tensor]:
@@ -80,6 +98,7 @@ def product_gradients(
     return found[:-1].t().reshape(weight.shape), found[-1]
 
 
+@scripted
 def by_convolution(X: Tensor, weight: Tensor, bias: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Pooled images; for backward the input and the weight in channels-last, and the images before pooling."""
     X, weight = channels_last(X), channels_last(weight)
@@ -87,6 +106,7 @@ def by_convolution(X: Tensor, weight: Tensor, bias: Tensor, size: int) -> tuple[
     return torch.ops.aten.avg_pool2d(images, [size, size]), X, weight, images
 
 
+@scripted
 def convolution_gradients(
     grad: Tensor, X: Tensor, weight: Tensor, images: Tensor, size: int, needs_X: bool
 ) -> tuple[Tensor | None, Tensor, Tensor]:
