@@ -19,6 +19,7 @@ from lockstep.core.device import Device
 from lockstep.core.errors import RunError
 
 ANSWER_SECONDS = 600.0  # a contender that takes longer hangs, or has too much to do
+HAS_EXITED = os.WEXITED | os.WNOHANG | os.WNOWAIT  # ask without waiting, and without reaping
 EXIT_SECONDS = 10.0
 
 
@@ -78,13 +79,21 @@ class ContenderProcesses:
         deadline = time.monotonic() + ANSWER_SECONDS
         while len(answers) < len(self._processes):
             try:
-                rank, line = self._answers.get(timeout=max(0.0, deadline - time.monotonic()))
+                rank, line = self._answers.get(timeout=1.0)
             except Empty:
-                raise ContenderFailed(f"no answer within {ANSWER_SECONDS:g} s; try fewer steps (--steps)") from None
+                self._kill_orphans()
+                if time.monotonic() > deadline:
+                    raise ContenderFailed(f"no answer within {ANSWER_SECONDS:g} s; try fewer steps (--steps)") from None
+                continue
             answers[rank] = json.loads(line) if line else {"problem": self._exit_reason(rank)}
             if "problem" in answers[rank]:
                 raise ContenderFailed(answers[rank]["problem"])
         return [answers[rank] for rank in range(len(self._processes))]
+
+    def _kill_orphans(self) -> None:
+        """Kills the children of processes that have ended: they keep standard output open, so no end of it is read."""
+        for process in [process for process in self._processes if os.waitid(os.P_PID, process.pid, HAS_EXITED)]:
+            _kill_group(process)
 
     def _exit_reason(self, rank: int) -> str:
         ended = os.waitid(os.P_PID, self._processes[rank].pid, os.WEXITED | os.WNOWAIT)
@@ -101,18 +110,23 @@ class ContenderProcesses:
 
         A process is not reaped before its process group is killed: afterwards its id may be another's.
         """
-        deadline, exited = time.monotonic() + grace_seconds, os.WEXITED | os.WNOHANG | os.WNOWAIT
+        deadline = time.monotonic() + grace_seconds
         for process in self._processes:
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.close()  # type: ignore[union-attr]
         for process in [process for process in self._processes if process.returncode is None]:
-            while os.waitid(os.P_PID, process.pid, exited) is None and time.monotonic() < deadline:
+            while os.waitid(os.P_PID, process.pid, HAS_EXITED) is None and time.monotonic() < deadline:
                 time.sleep(0.02)
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
+            _kill_group(process)
             process.wait()
         for file in self._errors:
             file.close()
+
+
+def _kill_group(process: "subprocess.Popen[str]") -> None:
+    """Kills a process that was not reaped, with its children."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def rendezvous_env(devices: list[Device], rank: int, port: int) -> dict[str, str]:
