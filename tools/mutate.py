@@ -129,6 +129,22 @@ BREAKS = [
         "tests/runtime/test_cuda_graph.py -k resumed",
     ),
     Break(
+        "same bits",
+        "threads that call allreduce at once share its interpreters",
+        "runtime/allreduce.py",
+        "one_thread(get_ident(), backend",
+        "one_thread(get_ident() * 0, backend",
+        "tests/runtime/test_allreduce.py",
+    ),
+    Break(
+        "same bits",
+        "allreduce reuses interpreters that have stopped halfway",
+        "runtime/allreduce.py",
+        "            one_thread.cache_clear()  # this one has stopped halfway\n",
+        "",
+        "tests/runtime/test_allreduce.py",
+    ),
+    Break(
         "exact counting",
         "a mean of means: the total is divided by the number of shards",
         "replicas/flat.py",
@@ -255,6 +271,14 @@ BREAKS = [
         "                del self._held[part.node]\n",
         "                pass\n",
         "tests/runtime/test_interpreter.py",
+    ),
+    Break(
+        "nothing left behind",
+        "allreduce keeps the user's tensors",
+        "runtime/interpreter.py",
+        "        self.workspace.use_as_total(None)\n",
+        "",
+        "tests/runtime/test_allreduce.py",
     ),
     Break(
         "same time",

@@ -435,7 +435,7 @@ def test_allreduce_changes_every_entry(backend, k, exchange):
 
 
 def test_allreduce_works_on_vectors_that_are_shorter_than_the_list(backend):
-    for size in (1, 2):
+    for size in (0, 1, 2):
         data = [backend.from_numpy(np.full(size, i, np.float32), Device(f"cpu:{i}")) for i in range(4)]
         for entry in lockstep.allreduce(data):
             assert backend.to_numpy(entry).tolist() == [6] * size

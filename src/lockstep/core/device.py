@@ -96,9 +96,5 @@ def check_devices(devices: list[Device], gpus: list[Device]) -> None:
     for device in devices:
         if device.kind == "cuda" and device not in gpus:
             has = f"this machine has {', '.join(gpus)}" if gpus else "no GPU is visible on this machine"
-            hint = (
-                f"Use what there is, also twice: {gpus[0]},{gpus[0]}"
-                if gpus
-                else "Use logical CPU devices: cpu:0,cpu:1"
-            )
-            raise DeviceError(f"There is no {device}: {has}. {hint}.")
+            other = f"what there is, also twice: {gpus[0]},{gpus[0]}" if gpus else "logical CPU devices: cpu:0,cpu:1"
+            raise DeviceError(f"There is no {device}: {has}. Use {other}.")

@@ -31,7 +31,9 @@ def allreduce_in_place(backend: Backend, data: list[Tensor], exchange: str) -> l
         for entry, view, device in zip(data, views, devices, strict=True)
     ]
     size = len(vectors[0])
-    block = BLOCK if backend.capabilities.writes_in_place else max(size, 1)
+    if size == 0:
+        return data
+    block = BLOCK if backend.capabilities.writes_in_place else size
     for start in range(0, size, block):
         stop = min(start + block, size)
         exchange_all = one_thread(get_ident(), backend, tuple(devices), exchange, stop - start)

@@ -101,9 +101,8 @@ class Processes:
             with traced(self.traces[0] if self.traces else None, lambda: self.backend.synchronize(self.device)):
                 result = work(self.rank, self.device, *(entries[0] for entries in lists))
                 self.backend.synchronize(self.device)
-            self.position.phase = (
-                f"between phases, after {phase}"  # not on an error: others look for who did not arrive
-            )
+            # not on an error: others look for who did not arrive
+            self.position.phase = f"between phases, after {phase}"
         except LockstepError:
             raise
         except (Exception, SystemExit) as problem:

@@ -35,8 +35,8 @@ class ScheduleError(AssertionError):
     """A schedule that would deadlock, or adds up something else than it should."""
 
 
-def prove(schedule: Schedule, keeps_tree: bool = True) -> None:
-    """Raises `ScheduleError` unless every rank updates with every shard's gradient, in the tree's brackets.
+def prove(schedule: Schedule, keeps_tree: bool = True) -> list[Expression]:
+    """The brackets in which each part of the total is added; raises `ScheduleError` unless they are those of the tree.
 
     An exchange that does not keep the tree has to add every shard exactly once, in the same order on all ranks.
     """
@@ -55,6 +55,7 @@ def prove(schedule: Schedule, keeps_tree: bool = True) -> None:
                 raise ScheduleError(f"rank {rank}: {part} is {expression}, and another sum on rank 0")
             if not keeps_tree and rank == 0 and Counter(shards_in(expression)) != Counter(range(schedule.num_shards)):
                 raise ScheduleError(f"{part} is {expression}: not every shard once")
+    return [expression for _, expression in run.totals[0]]
 
 
 def one_thread_order(schedule: Schedule) -> list[tuple[int, Instruction]]:

@@ -16,9 +16,7 @@ from lockstep.optim.optimizers import OPTIMIZERS
 from lockstep.replicas.flat import FlatReplica, FlatTrainSpec
 from lockstep.training.task import Task, UserObjects, num_steps
 
-EVAL_BATCH_SIZE = (
-    256  # samples that LeNet is evaluated on together: like the number of shards, it may change the last bits
-)
+EVAL_BATCH_SIZE = 256  # of LeNet: like the number of shards, it may change the last bits
 
 
 def flat_task(config: RunConfig, backend: Backend, model: Model, data: Dataset, objects: UserObjects) -> Task:
