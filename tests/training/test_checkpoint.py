@@ -1,5 +1,6 @@
 """Checkpoints and --resume: a run continues after its last checkpoint, on any devices, with the same bits."""
 
+import errno
 import fcntl
 import json
 import os
@@ -407,21 +408,38 @@ def test_a_forged_checkpoint_never_gives_a_traceback(lockstep, run, name, number
     assert answer.status == 0 or answer.err.splitlines()[-1].startswith("lockstep: ")
 
 
+def cannot_read(monkeypatch, unreadable):
+    """The disk has an error at this file, for now."""
+    read = Path.read_bytes
+
+    def read_bytes(path):
+        if path.name == unreadable.name:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+
+
 @pytest.mark.parametrize("keep", [1, 2])
-def test_a_damaged_newer_checkpoint_does_not_push_out_those_that_are_whole(lockstep, begun, run, monkeypatch, keep):
+@pytest.mark.parametrize("how", ["is damaged", "cannot be read: Input/output error"])
+def test_a_newer_checkpoint_that_is_skipped_does_not_push_out_others(lockstep, begun, run, monkeypatch, keep, how):
     rewind(run, 8)
-    damage(run / "checkpoints" / "step-000008.safetensors")
+    skipped = run / "checkpoints" / "step-000008.safetensors"
+    damage(skipped) if how == "is damaged" else cannot_read(monkeypatch, skipped)
     save, seen = Checkpoints.save, []
 
     def checked(checkpoints, checkpoint):
         path = save(checkpoints, checkpoint)
         seen.append(path.is_file())
+        assert checkpoint.progress.step > 7 or skipped.is_file()  # it is not removed: it may be readable later
         return path
 
     monkeypatch.setattr(Checkpoints, "save", checked)
     settings = ("--checkpoint-every", 1, "--keep-checkpoints", keep)
     answer = lockstep("train", "--resume", "--out", "run", "--devices", 1, *settings, "--json")
     assert answer.status == 0, answer.err
+    assert f"step-000008.safetensors {how}" in answer.err
+    assert "continuing after step 6" in answer.err
     assert bits(answer) == begun[1]
     assert all(seen)
     assert steps_in(run) == [11, 12][-keep:]

@@ -8,7 +8,7 @@ What a rank does, here with shards 0 to 3 of 8 on rank 0 of 2, two buckets, and 
     update     the total, divided once by the number of samples
 """
 
-from functools import cache
+from functools import lru_cache
 from typing import NamedTuple
 
 from lockstep.schedules.exchanges import NATIVE, collective_for
@@ -44,7 +44,7 @@ class DataParallel(NamedTuple):
     max_addends: int = 2  # of one addition; more: all shards are computed first, and added by fused kernels
 
 
-@cache
+@lru_cache(maxsize=256)  # engines keep what they made for a schedule as long as they get the same object
 def data_parallel(step: DataParallel) -> Schedule:
     """The schedule of a step that splits the batch: the same tree of additions for any number of ranks.
 

@@ -14,7 +14,7 @@ def even_ranges(num_items: int, num_parts: int) -> list[range]:
     [1, 1, 0, 0]
     """
     if num_parts < 1:
-        raise ConfigError(f"{num_items} samples cannot be cut into {num_parts} parts. Ask for 1 or more.")
+        raise ConfigError(f"{num_items} items cannot be cut into {num_parts} parts. Ask for 1 or more.")
     size, rest = divmod(num_items, num_parts)
     starts = [part * size + min(part, rest) for part in range(num_parts + 1)]
     return [range(start, stop) for start, stop in pairwise(starts)]

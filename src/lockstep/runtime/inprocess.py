@@ -1,13 +1,13 @@
 """`inprocess`: one process, k devices, a worker thread for each.
 
-Every rank's work runs on its own thread, so devices work at the same time: on a CPU each thread is one core's worth of
-a device, on GPUs each has a stream of its own. The calling thread only submits work and waits for all ranks.
+Every rank's work runs on its own thread, so devices work at the same time: on a CPU each thread computes on one core,
+on GPUs each has a stream of its own. The calling thread only submits work and waits for all ranks.
 """
 
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from queue import Empty, SimpleQueue
 from typing import Any, Self
@@ -109,7 +109,7 @@ class InProcess:
         if schedule.overlaps and not self._comm_threads:
             for rank, device in enumerate(self.devices):
                 self._comm_threads.append(RankThread(f"lockstep-exchange-{rank}"))
-                self._comm_threads[rank].submit(self.backend.start_worker, device)
+                self._comm_threads[rank].submit(self.backend.start_worker, device).result()
         self._schedule = schedule
 
     def _start_exchange(self, interpreter: Interpreter) -> Callable[[], Any]:
@@ -126,13 +126,12 @@ class InProcess:
 
         future = self._comm_threads[interpreter.rank.number].submit(work)
 
-        def wait() -> None:
-            try:
-                future.result(timeout=self.timeout)
-            except TimeoutError:
-                raise Cancelled from None
+        def wait_for_exchange() -> None:
+            if not wait([future], self.timeout).done:
+                raise Cancelled
+            future.result()
 
-        return wait
+        return wait_for_exchange
 
     def each(self, phase: str, work: Callable[..., Any], *lists: Sequence[Any]) -> list[Any]:
         """`work(rank, device, ...)` for every rank at the same time, each on its own thread."""

@@ -50,6 +50,7 @@ class Interpreter:
         self._last_shards = computed[-1] if computed else range(0)
         awaited = [i.leaf.entries for i in self.program.exchange if isinstance(i, WaitForBackward)]
         self._bucket_ranges = [self._in_vector(entries) for entries in awaited]
+        self._buckets = BucketQueue(self._bucket_ranges)
         self._held: dict[Node, list[tuple[range, Tensor]]] = {}
         self._groups: dict[tuple[int, int], Communicate] = {}  # under way
         self.total: Tensor | None = None  # once the exchange is over

@@ -86,7 +86,7 @@ class Processes:
         """Runs the exchange on the comm thread; the function waits for it."""
         if self._comm_thread is None:
             self._comm_thread = RankThread(f"lockstep-exchange-{self.rank}")
-            self._comm_thread.submit(self.backend.start_worker, self.device)
+            self._comm_thread.submit(self.backend.start_worker, self.device).result()
 
         def work() -> None:
             with traced(interpreter.rank.trace and interpreter.rank.trace.exchange):

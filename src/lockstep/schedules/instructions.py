@@ -3,8 +3,8 @@
 A value is a `Partial`: the sum of the gradients of some shards (a node of the reduction tree), for a range of entries
 of the flat parameter vector. Whoever holds a value holds every part of it.
 
-Communication is started by one instruction and waited for by another, so that buckets can overlap. Only `Wait`,
-`WaitForBackward`, `AllReduce` and `Update` may block; the others use values that the rank holds already.
+Communication is started by one instruction and waited for by another, so that buckets can overlap: `Communicate` and
+`Add` never wait. With batch norm over the whole batch, layers exchange statistics within `ForwardBackward`.
 """
 
 from dataclasses import dataclass

@@ -3,7 +3,7 @@
 Every wait here is the strictest that a transport may have: a send is complete only when its receiver has started the
 same group, and groups of a rank are complete in the order in which it started them. What an instruction waits for
 never becomes untrue again, and no two lanes compete for anything. So if one order of progress reaches the end, every
-order does, and transports that wait for less do too.
+order does, and transports that wait for less do too. What layers exchange within `ForwardBackward` is not covered.
 """
 
 from collections import Counter
@@ -94,7 +94,7 @@ class SymbolicRun:
         self._at: list[dict[Group, int]] = [{} for _ in ranks]  # where in that order a group is
         self._num_complete = [0 for _ in ranks]  # of these groups, from the first on
         self._sent: list[set[tuple[Group, Partial, int]]] = [set() for _ in ranks]
-        self._arrived: dict[type, set[int]] = {}  # the ranks that are at a collective, or past it
+        self._arrived: dict[Any, set[int]] = {}  # the ranks that are at a collective, or past it
         self._has_exchanged: set[int] = set()
         self._pairs: dict[tuple[int, int], Expression] = {}
 
@@ -136,8 +136,9 @@ class SymbolicRun:
             case Wait(bucket, round_):
                 return self._at[rank][bucket, round_] < self._num_complete[rank]
             case AllGather() | AllReduce():
-                self._arrived.setdefault(type(instruction), set()).add(rank)
-                return len(self._arrived[type(instruction)]) == len(self.totals)
+                which = instruction.total if isinstance(instruction, AllReduce) else AllGather
+                self._arrived.setdefault(which, set()).add(rank)
+                return len(self._arrived[which]) == len(self.totals)
             case JoinLanes(waits):
                 return not waits or rank in self._has_exchanged
         return True
@@ -161,8 +162,8 @@ class SymbolicRun:
                     self._hold(rank, value, self._value(source, value))
             case AllReduce(total):
                 programs = self._schedule.programs
-                of_ranks = [i.parts for p in programs for i in p.exchange if isinstance(i, AllReduce)]
-                values = [self._value(r, part) for r, own in enumerate(of_ranks) for part in own]
+                own = [(r, i) for r, p in enumerate(programs) for i in p.exchange if isinstance(i, AllReduce)]
+                values = [self._value(r, part) for r, i in own if i.total == total for part in i.parts]
                 self._hold(rank, total, reduce(self.pair, values))
             case Update(total_parts):
                 self.totals[rank] = [(part, self._value(rank, part)) for part in total_parts]

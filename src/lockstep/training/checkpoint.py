@@ -138,7 +138,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder, self._keep = folder / "checkpoints", keep
-        self._damaged: set[Path] = set()  # files that `newest` could not read
+        self._skipped: set[Path] = set()  # files that `newest` could not use: another time, they may be readable
 
     def paths(self) -> list[Path]:
         """The files, the newest first."""
@@ -147,18 +147,15 @@ class Checkpoints:
         return [path for _, path in sorted(found, key=lambda each: int(each[0][1]), reverse=True)]
 
     def save(self, checkpoint: Checkpoint) -> Path:
-        """Writes a file, and removes the oldest and those found damaged."""
+        """Writes a file, and removes the oldest."""
         step = checkpoint.progress.step
         path = self.folder / f"step-{step:06d}.safetensors"
         try:
             self.folder.mkdir(exist_ok=True)
             content = checkpoint.packed()
             write_whole(path, lambda temporary: temporary.write_bytes(content))
-            self._damaged.discard(path)
-            for damaged in self._damaged:
-                damaged.unlink(missing_ok=True)
-            self._damaged.clear()
-            for old in self.paths()[self._keep :]:
+            self._skipped.discard(path)
+            for old in [path for path in self.paths() if path not in self._skipped][self._keep :]:
                 old.unlink()
         except NotSerializable as problem:
             raise RunError(
@@ -177,10 +174,12 @@ class Checkpoints:
             try:
                 return path, unpacked(path.read_bytes())
             except (OSError, CorruptData) as problem:
-                why = problem.strerror if isinstance(problem, OSError) else str(problem)
+                what = f"{path} is damaged: {problem}"
+                if isinstance(problem, OSError):
+                    what = f"{path} cannot be read: {problem.strerror}"
                 if number + 1 == len(paths):
-                    what = f"{path} is damaged: {why}. There is no other checkpoint to resume from"
+                    what = f"{what}. There is no other checkpoint to resume from"
                     raise ConfigError(f"{what}. To start over, choose another --out.") from problem
-                note(f"{path} is damaged: {why}. The one before it is used.")
-                self._damaged.add(path)
+                note(f"{what}. The one before it is used.")
+                self._skipped.add(path)
         return None

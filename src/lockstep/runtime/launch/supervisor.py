@@ -36,7 +36,7 @@ class WorkerFailed(RunError):
 
 
 class Supervisor:
-    """Runs `work(client)` in a process for each device; `supervise` returns when the first rank has finished."""
+    """Runs `work(client)` in a process for each device; `supervise` returns when rank 0 has finished."""
 
     def __init__(
         self,
@@ -150,8 +150,6 @@ class Supervisor:
             raise WorkerFailed(
                 f"{sentence}. If it is only slow, use a larger --timeout; --on-hang drop continues without it."
             )
-        if len(stragglers) == len(self._by_rank):
-            raise WorkerFailed(f"{sentence}. All ranks hang: none can continue.")
         self._stragglers = stragglers
         self._dropped.update(self._by_rank[rank] for rank in stragglers)
         self._notes.append(sentence)

@@ -1,7 +1,7 @@
 """All-reduce algorithms by name: a file each, a function from "who has which shards" to who sends what to whom."""
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import lru_cache
 
 from lockstep.core.registry import pick
 from lockstep.schedules.exchanges.collective import Collective
@@ -22,7 +22,7 @@ NATIVE = "native"  # the framework's own all-reduce: one instruction, `AllReduce
 KEEPS_THE_TREE = frozenset({"gather", "sharded", "tree"})  # the others add in an order that depends on k
 
 
-@cache
+@lru_cache(maxsize=256)
 def collective_for(name: str, ranges: tuple[range, ...]) -> Collective:
     """The all-reduce called `name` when rank r has the shards `ranges[r]`."""
     collective = pick(EXCHANGES, name, "exchange")(ranges)

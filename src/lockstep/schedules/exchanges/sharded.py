@@ -1,8 +1,8 @@
 """`sharded`, the default and the text's third exercise: a reduce-scatter and an all-gather, in the tree's order.
 
-Rank r receives chunk r of everybody's nodes, completes the tree for that chunk, and sends it to all. Every device sends
-and receives 2(k-1)/k of the vector, however many there are, and none of them is a bottleneck. A ring has the same
-traffic, but cannot keep the order of additions.
+Rank r receives chunk r of everybody's nodes, completes the tree for that chunk, and sends it to all. Where every rank's
+shards are one node, each sends and receives 2(k-1)/k of the vector, and none of them is a bottleneck; a rank with two
+nodes sends both in the reduce-scatter. A ring sends as little, but cannot keep the order of additions.
 """
 
 from collections.abc import Sequence
