@@ -126,6 +126,7 @@ def test_a_contender_that_is_killed_is_an_error_with_the_signal_and_leaves_no_pr
     contender.write_text("#!/bin/sh\nsleep 1000 &\necho '{}'\nread command\nread command\nkill -9 $$\n")
     contender.chmod(0o755)
     monkeypatch.setattr("lockstep.bench.processes.sys.executable", str(contender))
+    monkeypatch.setattr("lockstep.bench.processes.ANSWER_SECONDS", 15.0)
     with ContenderProcesses("text", WORKLOAD, [Device("cpu:0")], None) as processes:
         assert processes.ask("ready") == [{}]
         (process,) = (started.pid for started in processes._processes)

@@ -10,6 +10,7 @@ import torch
 
 import lockstep
 from lockstep.backends.torch import TorchBackend
+from lockstep.parallel.data import data_parallel
 from lockstep.runtime import allreduce as module
 
 
@@ -49,6 +50,13 @@ def test_tensors_are_not_kept():
     del data, arrays
     gc.collect()
     assert [reference() for reference in kept] == [None] * 5
+
+
+def test_what_is_kept_for_other_sizes_is_bounded():
+    before = data_parallel.cache_info().maxsize
+    for size in range(1, before + 50):
+        lockstep.allreduce([torch.ones(size), torch.ones(size)])
+    assert data_parallel.cache_info().currsize <= before <= 1000
 
 
 def test_threads_do_not_disturb_each_other():

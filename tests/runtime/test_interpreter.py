@@ -13,8 +13,10 @@ from lockstep.parallel.data import DataParallel, data_parallel
 from lockstep.partition.buckets import bucket_ranges
 from lockstep.partition.ranks import split_over_ranks
 from lockstep.replicas.replica import Leaf
-from lockstep.runtime.engine import StepInput
+from lockstep.runtime.engine import Position, Rank, StepInput
 from lockstep.runtime.inprocess import InProcess
+from lockstep.runtime.interpreter import Interpreter
+from lockstep.runtime.thread_transport import ThreadGroup
 
 ENTRIES = range(64)
 
@@ -81,3 +83,13 @@ def test_every_rank_updates_with_the_same_total(num_ranks, bucket_mb, exchange):
     (alone,) = run(1, 8)
     for replica in run(num_ranks, 8, bucket_mb, exchange):
         np.testing.assert_array_equal(replica.total, alone.total)
+
+
+def test_an_interpreter_can_be_cancelled_before_its_first_step():
+    split = DataParallel(tuple(split_over_ranks(4, 2)), ENTRIES, bucket_ranges(ENTRIES, 0.0001, 2))
+    device, backend, cancelled = Device("cpu:0"), load_backend("numpy"), []
+    group = ThreadGroup(backend, [device, device], [device, device], busy=[0, 1])
+    transport = group.transport(0)
+    transport.cancel = lambda: cancelled.append(True)
+    Interpreter(Rank(0, device, backend, Position()), data_parallel(split), transport).cancel()
+    assert cancelled

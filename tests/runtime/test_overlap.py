@@ -211,7 +211,8 @@ def test_who_hangs_in_backward_is_named(monkeypatch):
         wait_for_threads()
 
 
-def test_who_hangs_in_the_exchange_is_named_with_that_phase(monkeypatch):
+@pytest.mark.parametrize("bucket_mb", [0, SMALL])
+def test_who_hangs_in_the_exchange_is_named_with_that_phase(monkeypatch, bucket_mb):
     done, count = threading.Event(), itertools.count()
 
     def hang(self, instruction):
@@ -222,23 +223,24 @@ def test_who_hangs_in_the_exchange_is_named_with_that_phase(monkeypatch):
     monkeypatch.setitem(interpreter._HANDLERS, Wait, hang)
     try:
         with pytest.raises(RankTimeout, match=r"rank 1 \(cpu:1\) is in exchange of step \d"):
-            trained(timeout=0.5, bucket_mb=0)
+            trained(timeout=0.5, bucket_mb=bucket_mb)
     finally:
         done.set()
         wait_for_threads()
 
 
 @pytest.mark.parametrize("bucket_mb", [0, SMALL])
-def test_an_error_in_the_exchange_names_that_phase(monkeypatch, bucket_mb):
+@pytest.mark.parametrize("error", [ValueError, TimeoutError])  # the latter is not our own deadline's
+def test_an_error_in_the_exchange_names_that_phase(monkeypatch, error, bucket_mb):
     count = itertools.count()
 
     def fail(self, instruction):
         if next(count) == 5:
-            raise ValueError("no more")
+            raise error("no more")
         wait_for_transfers(self, instruction)
 
     monkeypatch.setitem(interpreter._HANDLERS, Wait, fail)
-    with pytest.raises(RankError, match=r"rank \d \(cpu:\d\), during exchange: ValueError: no more"):
+    with pytest.raises(RankError, match=rf"rank \d \(cpu:\d\), during exchange: {error.__name__}: no more"):
         trained(bucket_mb=bucket_mb)
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("lockstep")]
 

@@ -6,7 +6,7 @@ from lockstep.parallel.data import DataParallel, data_parallel
 from lockstep.partition.buckets import bucket_ranges
 from lockstep.partition.ranks import split_over_ranks
 from lockstep.schedules.exchanges import EXCHANGES, KEEPS_THE_TREE, NATIVE
-from lockstep.schedules.instructions import Add, Communicate, Schedule, Wait
+from lockstep.schedules.instructions import Add, AllReduce, Communicate, RankProgram, Schedule, Update, Wait
 from lockstep.schedules.proof import ScheduleError, one_thread_order, prove
 
 ENTRIES = range(100)
@@ -124,6 +124,26 @@ def test_groups_that_ranks_start_in_another_order_are_a_deadlock():
 
     with pytest.raises(ScheduleError, match=r"deadlock|does not hold"):
         prove(changed(schedule_of("sharded", [range(0, 2), range(2, 4)], BUCKETS, together=True), 1, other_order))
+
+
+def test_several_all_reduces_have_to_come_in_the_same_order():
+    def in_halves(programs):
+        """Each rank's one all-reduce as two, of half the entries each; `reverses` says who begins with the second."""
+        for program, reverses in programs:
+            (whole,) = (i for i in program.exchange if isinstance(i, AllReduce))
+            halves = []
+            for entries in (ENTRIES[:50], ENTRIES[50:]):
+                parts = tuple(part._replace(entries=entries) for part in whole.parts)
+                halves.append(AllReduce(whole.total._replace(entries=entries), parts))
+            others = [i for i in program.exchange if i is not whole]
+            update = Update(tuple(half.total for half in halves))
+            yield RankProgram(program.compute, (*others, *(halves[::-1] if reverses else halves)), (update,))
+
+    one = schedule_of(NATIVE, split_over_ranks(8, 2))
+    same, other = (tuple(in_halves(zip(one.programs, who, strict=True))) for who in ((False, False), (False, True)))
+    assert len(prove(Schedule(same, ENTRIES, 8, False), keeps_tree=False)) == 2
+    with pytest.raises(ScheduleError, match="deadlock"):
+        prove(Schedule(other, ENTRIES, 8, False), keeps_tree=False)
 
 
 def test_a_value_that_is_not_sent_is_found():

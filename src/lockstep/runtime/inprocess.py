@@ -48,6 +48,7 @@ class InProcess:
         self._undo = ExitStack()
         self._workers: list[RankThread] = []
         self._comm_threads: list[RankThread] = []  # for exchanges that overlap with the backward pass
+        self._exchanges: dict[int, Future[Any]] = {}  # what they do, by rank
         self._late: list[int] = []  # ranks whose threads hang
         self._schedule: Schedule | None = None
         self._group: ThreadGroup
@@ -114,7 +115,7 @@ class InProcess:
 
     def _start_exchange(self, interpreter: Interpreter) -> Callable[[], Any]:
         """Runs a rank's exchange on its comm thread; the function waits for it."""
-        trace = interpreter.rank.trace
+        rank, trace = interpreter.rank.number, interpreter.rank.trace
 
         def work() -> None:
             try:
@@ -124,7 +125,7 @@ class InProcess:
                 self._group.cancel()
                 raise
 
-        future = self._comm_threads[interpreter.rank.number].submit(work)
+        future = self._exchanges[rank] = self._comm_threads[rank].submit(work)
 
         def wait_for_exchange() -> None:
             if not wait([future], self.timeout).done:
@@ -170,7 +171,8 @@ class InProcess:
         except Empty:
             pass
         finally:  # also on an interrupt, which does not wait for the threads
-            self._late = [rank for rank, future in enumerate(futures) if not future.done()]
+            hung = wait(self._exchanges.values(), GRACE_SECONDS).not_done if is_cancelled else set()
+            self._late = [r for r, future in enumerate(futures) if not future.done() or self._exchanges.get(r) in hung]
         errors = [error for future in futures if future.done() and (error := future.exception()) is not None]
         for error in errors:
             if not isinstance(error, Cancelled):
@@ -180,13 +182,13 @@ class InProcess:
         return [future.result() for future in futures]
 
     def _stragglers(self) -> str:
-        frames = sys._current_frames()
-        who = "; ".join(
-            f"rank {rank} ({self.devices[rank]}) is in {self._positions[rank].phase} of step "
-            f"{self._positions[rank].step}, at "
-            f"{source_line_of(frames.get(self._workers[rank].thread.ident or 0)) or 'its end'}"
-            for rank in self._late
-        )
+        frames, said = sys._current_frames(), []
+        for rank in self._late:
+            is_in_exchange = rank in self._exchanges and not self._exchanges[rank].done()
+            thread = (self._comm_threads if is_in_exchange else self._workers)[rank].thread
+            at, position = source_line_of(frames.get(thread.ident or 0)) or "its end", self._positions[rank]
+            said.append(f"rank {rank} ({self.devices[rank]}) is in {position.phase} of step {position.step}, at {at}")
+        who = "; ".join(said)
         return f"{who or 'a rank arrived too late'}. If it is only slow, use a larger --timeout"
 
     def set_phase(self, phase: str) -> None:

@@ -155,7 +155,7 @@ class Checkpoints:
             content = checkpoint.packed()
             write_whole(path, lambda temporary: temporary.write_bytes(content))
             self._skipped.discard(path)
-            for old in [path for path in self.paths() if path not in self._skipped][self._keep :]:
+            for old in [each for each in self.paths() if each not in self._skipped][self._keep :]:
                 old.unlink()
         except NotSerializable as problem:
             raise RunError(
