@@ -21,7 +21,11 @@ MAX_SHARDS = 4096  # a shard is a forward and backward pass of its own: more wou
 MAX_SEED = 2**32 - 1
 LEARNING_RATES = {"sgd": 0.2, "adam": 0.001, "adamw": 0.001}  # the defaults: the text's, and Adam's own
 OWN = "or package.file:function of your own,"
-ENGINES = {"inprocess": "a thread for each device", "processes": "a process for each (torchrun: several machines)"}
+ENGINES = {
+    "auto": "processes for several GPUs, else inprocess",
+    "inprocess": "a thread for each device",
+    "processes": "a process for each (torchrun: several machines)",
+}
 ON_HANG = {"stop": "end the run and name the straggler", "drop": "continue without it (engine processes)"}
 BATCH_NORMS = {"shard": "of each shard, running ones updated shard by shard", "sync": "of the whole batch"}
 PRECISIONS = {
@@ -86,7 +90,7 @@ class RunConfig:
     backend: str = setting(
         DEFAULT_BACKEND, "The framework (see `lockstep devices`).", IDENTITY, choices=dict.fromkeys(BACKENDS)
     )
-    engine: str = setting("inprocess", "How ranks run.", choices=ENGINES)
+    engine: str = setting("auto", "How ranks run.", choices=ENGINES)
     exchange: str = setting(
         "sharded",
         "The all-reduce. With ring and native (the framework's own, of processes) weights depend on --devices.",

@@ -1,10 +1,12 @@
 """Captured steps without a GPU: a capture that runs the step again where a CUDA graph would be replayed."""
 
+import threading
 from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import lockstep
 from lockstep.backends.torch import TorchBackend
@@ -16,8 +18,16 @@ class FakeCapture:
 
     def __init__(self):
         self.num_captured, self.num_replayed, self.num_forks = 0, 0, 0
-        self.is_capturing = False
+        self._capturing = threading.local()  # ranks capture and replay on threads of their own
         self.overwritten = None  # what is written in a capture, which only launches it, has to be as it was
+
+    @property
+    def is_capturing(self):
+        return getattr(self._capturing, "value", False)
+
+    @is_capturing.setter
+    def is_capturing(self, value):
+        self._capturing.value = value
 
     @contextmanager
     def stream(self):
@@ -47,12 +57,13 @@ class FakeCapture:
 
     stack = staticmethod(torch.stack)
 
-    def capture(self, run, generators):
+    def capture(self, run, generators, warms_up=True):
         self.num_captured += 1
-        run()
+        if warms_up:
+            run()
         generators()
         self.is_capturing, self.overwritten = True, []
-        losses = run().clone()
+        result = tree_map_only(torch.Tensor, torch.clone, run())
         for tensor, before in reversed(self.overwritten):
             tensor.copy_(before)
         self.is_capturing, self.overwritten = False, None
@@ -60,10 +71,12 @@ class FakeCapture:
         def replay():
             self.num_replayed += 1
             self.is_capturing = True
-            losses.copy_(run())
+            for kept, new in zip(tree_leaves(result), tree_leaves(run()), strict=True):
+                if isinstance(kept, torch.Tensor):
+                    kept.copy_(new)
             self.is_capturing = False
 
-        return replay, losses
+        return replay, result
 
     def copy_to_host(self, numbers):
         found = numbers.tolist()
@@ -79,7 +92,7 @@ class FakeCapture:
 @pytest.fixture
 def capture(monkeypatch):
     found = FakeCapture()
-    monkeypatch.setattr(TorchBackend, "graph_capture", lambda self, devices: found)
+    monkeypatch.setattr(TorchBackend, "graph_capture", lambda self, devices, rank=0: found)
     monkeypatch.setattr("lockstep.replicas.module_capture.is_capturing", lambda device: found.is_capturing)
     assign = TorchBackend.assign
 
@@ -90,6 +103,17 @@ def capture(monkeypatch):
 
     monkeypatch.setattr(TorchBackend, "assign", assign_and_note)
     return found
+
+
+@pytest.fixture
+def rank_capture(capture, monkeypatch):
+    """The same, where every rank captures its own shards, as if it had a GPU of its own."""
+
+    def graph_capture(self, devices, rank=0):
+        return capture if len(devices) == 1 else None
+
+    monkeypatch.setattr(TorchBackend, "graph_capture", graph_capture)
+    return capture
 
 
 def net_with_everything():
@@ -125,6 +149,22 @@ def test_captured_steps_give_the_bits_of_eager_steps(capture, how, devices):
     assert found.buffers_sha256 == expected.buffers_sha256
     assert [done.train_loss for done in found.history] == [done.train_loss for done in expected.history]
     assert found.first_loss == expected.first_loss
+
+
+@pytest.mark.parametrize("engine", ["inprocess", "processes"])
+@pytest.mark.parametrize("model", ["lenet", net_with_everything])
+@pytest.mark.parametrize("exchange", ["sharded", "ring"])
+def test_ranks_that_capture_their_own_shards_give_the_bits_of_eager_steps(rank_capture, model, engine, exchange):
+    how = {**SETTINGS, "model": model, "devices": "cpu:0,cpu:1,cpu:2", "exchange": exchange}
+    expected = lockstep.train(**how, capture=False)
+    assert rank_capture.num_captured == 0
+    found = lockstep.train(**how, engine=engine)
+    assert found.weights_sha256 == expected.weights_sha256
+    assert found.buffers_sha256 == expected.buffers_sha256
+    assert [done.train_loss for done in found.history] == [done.train_loss for done in expected.history]
+    if engine == "inprocess":  # processes count for themselves
+        assert rank_capture.num_captured == 3 * 2  # by each rank: 300 samples, and what is left at the end of an epoch
+        assert rank_capture.num_replayed == 3 * found.steps
 
 
 def test_a_captured_run_is_saved_and_resumed_in_mid_epoch(capture, tmp_path):

@@ -89,8 +89,10 @@ class GraphCapture(Protocol):
     def fused_add(self, brackets: str, vectors: list[Tensor]) -> Tensor:
         """The sum of `vectors` (x0, x1, ...), in the order that `brackets` gives, by one kernel."""
 
-    def capture(self, run: Callable[[], Tensor], generators: Callable[[], list[Any]]) -> tuple[Callable[[], None], Any]:
-        """(replay, result): each replay overwrites the result. `run` is called twice, first to warm up."""
+    def capture(
+        self, run: Callable[[], Any], generators: Callable[[], list[Any]], warms_up: bool = True
+    ) -> tuple[Callable[[], None], Any]:
+        """(replay, result): each replay overwrites the result. If it `warms_up`, `run` is called twice."""
 
     def stack(self, numbers: list[Tensor]) -> Tensor:
         """Scalars as one vector."""
@@ -137,6 +139,10 @@ class Backend(ABC):
         """Makes the calling thread a worker of `device`: one intra-op thread, a stream of its own."""
         return  # a framework without settings of a thread
 
+    def can_fork(self) -> bool:
+        """Whether processes that are forked now can use the devices."""
+        return True
+
     def random_state(self) -> bytes:
         """The state of the framework's own random generator; always the same where it cannot be read."""
         return b""
@@ -149,8 +155,8 @@ class Backend(ABC):
         """Peak bytes in use on a GPU since the last `reset`; None where the framework does not count them."""
         return None
 
-    def graph_capture(self, devices: list[Device]) -> GraphCapture | None:
-        """CUDA graph capture for steps on these devices; None where they have to run eagerly."""
+    def graph_capture(self, devices: list[Device], rank: int = 0) -> GraphCapture | None:
+        """CUDA graph capture for steps on these devices; None where they have to run eagerly. A rank has its own."""
         return None
 
     def compile(self, function: Function) -> Function:

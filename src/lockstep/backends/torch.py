@@ -1,5 +1,6 @@
 """PyTorch on CPUs and NVIDIA GPUs; `torch_*.py` beside it have its session, graph capture and LeNet on CPU."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
@@ -76,6 +77,9 @@ class TorchBackend(Backend):
     def start_worker(self, device: Device) -> None:
         start_thread(torch_device(device), torch.cuda.Stream(device.number) if device.kind == "cuda" else None)
 
+    def can_fork(self) -> bool:
+        return not torch.cuda.is_initialized()
+
     def random_state(self) -> bytes:
         states = [torch.get_rng_state()]
         if torch.cuda.is_initialized():
@@ -91,10 +95,10 @@ class TorchBackend(Backend):
             torch.cuda.reset_peak_memory_stats(device.number)
         return torch.cuda.max_memory_allocated(device.number)
 
-    def graph_capture(self, devices: list[Device]) -> GraphCapture | None:
+    def graph_capture(self, devices: list[Device], rank: int = 0) -> GraphCapture | None:
         if devices[0].kind != "cuda" or len(set(devices)) > 1:  # a CUDA graph belongs to one GPU
             return None
-        return TorchGraphCapture(torch_device(devices[0]))
+        return TorchGraphCapture(torch_device(devices[0]), rank)
 
     def compile(self, function: Function) -> Function:
         return _compiled(function)
@@ -212,12 +216,22 @@ def plain_errors(kind: str) -> Iterator[None]:
 @cache  # one for all replicas
 def _compiled(function: Any) -> Any:
     import torch._dynamo.config as limits  # slow to import
+    import torch._functorch.config as functorch
 
-    # beyond these limits torch.compile falls back to eager, with other bits
-    limits.recompile_limit = max(limits.recompile_limit, MAX_COMPILED)
-    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, MAX_COMPILED)
     # no autotuning: another process could choose another kernel, with other bits
-    return torch.compile(function, dynamic=False, options={"deterministic": True})
+    compiled = torch.compile(function, dynamic=False, options={"deterministic": True})
+    is_prepared = threading.local()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not hasattr(is_prepared, "value"):  # settings belong to a thread
+            # beyond these limits torch.compile falls back to eager, with other bits
+            limits.recompile_limit = limits.accumulated_recompile_limit = MAX_COMPILED
+            # the backward pass is compiled together with the forward pass, while no other rank draws random numbers
+            functorch.force_non_lazy_backward_lowering = True
+            is_prepared.value = True
+        return compiled(*args, **kwargs)
+
+    return call
 
 
 def is_capturing(device: torch.device) -> bool:

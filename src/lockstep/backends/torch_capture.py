@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ from torch import Tensor
 from lockstep.core.errors import CaptureError, first_line
 
 NUM_SLOTS = 64  # copies to the host at the same time; more than there are steps in flight
-NUM_STREAMS = 16
+NUM_STREAMS = 16  # for shards side by side
+SIDE_BY_SIDE_BYTES = 2 << 30  # shards that would take more memory together go two at a time: a GPU is busy with two
 
 
 class HostCopy:
@@ -26,8 +27,8 @@ class HostCopy:
         return [float(number) for number in self._slot.tolist()]
 
 
-@cache  # one for the process: cuBLAS keeps a workspace for every stream
-def _stream(device: torch.device, number: int) -> torch.cuda.Stream:
+@cache  # one for the process and rank: cuBLAS keeps a workspace for every stream
+def _stream(device: torch.device, rank: int, number: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
@@ -38,15 +39,27 @@ def _fused_kernel(brackets: str, num_vectors: int) -> Any:
     return torch.cuda.jiterator._create_jit_fn(f"template <typename T> T added({names}) {{ return {brackets}; }}")
 
 
+class WarmUp:
+    """What is learned from a step whose shards are computed one after the other."""
+
+    def __init__(self) -> None:
+        self.num_shards, self.bytes_of_shard = 0, 0
+
+    def add(self, reserved: int) -> None:
+        """A shard was computed, for which so much memory was reserved; later ones use that of the first again."""
+        self.num_shards, self.bytes_of_shard = self.num_shards + 1, max(self.bytes_of_shard, reserved)
+
+
 class TorchGraphCapture:
     """Shards are launched on side streams, everything else on the main stream."""
 
     max_addends = 8  # of a jiterator kernel
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._main, self._copies = _stream(device, -1), _stream(device, -2)
-        self._num_streams = NUM_STREAMS
+    def __init__(self, device: torch.device, rank: int = 0) -> None:
+        self._device, self._stream = device, partial(_stream, device, rank)
+        self._main, self._copies = self._stream(-1), self._stream(-2)
+        self._num_streams, self._is_serial = NUM_STREAMS, False
+        self._warm_up: WarmUp | None = None  # while a step is warmed up
         self._used: set[int] = set()  # side streams, since the last fork
         self._start: torch.cuda.Event | None = None
         self._slots: dict[int, Tensor] = {}  # pinned memory
@@ -54,8 +67,12 @@ class TorchGraphCapture:
 
     @contextmanager
     def stream(self) -> Iterator[None]:
-        with torch.cuda.device(self._device), torch.cuda.stream(self._main):
-            yield
+        with torch.cuda.device(self._device):
+            caller = torch.cuda.current_stream()
+            self._main.wait_stream(caller)
+            with torch.cuda.stream(self._main):
+                yield
+            caller.wait_stream(self._main)
 
     @contextmanager
     def fork(self) -> Iterator[None]:
@@ -64,30 +81,43 @@ class TorchGraphCapture:
             yield
         finally:
             for side in self._used:
-                self._main.wait_stream(_stream(self._device, side))
+                self._main.wait_stream(self._stream(side))
 
     @contextmanager
     def side_stream(self, number: int) -> Iterator[None]:
-        side = number % self._num_streams
+        side = 0 if self._warm_up is not None else number % self._num_streams
         assert self._start is not None, "within fork"
         if side not in self._used:
             self._used.add(side)
-            _stream(self._device, side).wait_event(self._start)
-        with torch.cuda.stream(_stream(self._device, side)):
+            self._stream(side).wait_event(self._start)
+        before = torch.cuda.memory_reserved(self._device)
+        with torch.cuda.stream(self._stream(side)):
             yield
+        if self._warm_up is not None:
+            self._warm_up.add(torch.cuda.memory_reserved(self._device) - before)
 
     def serialize_streams(self) -> bool:
-        if self._num_streams == 1:
+        if self._is_serial:
             return False
-        self._num_streams = 1
+        self._is_serial, self._num_streams = True, 1
         torch.cuda.empty_cache()
         return True
 
     def fused_add(self, brackets: str, vectors: list[Tensor]) -> Tensor:
         return _fused_kernel(brackets, len(vectors))(*vectors)
 
-    def capture(self, run: Callable[[], Tensor], generators: Callable[[], list[Any]]) -> tuple[Callable[[], None], Any]:
-        run()  # first use loads modules and compiles kernels, which cannot be captured
+    def capture(
+        self, run: Callable[[], Any], generators: Callable[[], list[Any]], warms_up: bool = True
+    ) -> tuple[Callable[[], None], Any]:
+        if warms_up:  # first use loads modules and compiles kernels, which cannot be captured
+            torch.cuda.empty_cache()  # so that what a shard takes can be seen
+            self._warm_up = WarmUp()
+            try:
+                run()
+            finally:
+                found, self._warm_up = self._warm_up, None
+            fits = found.num_shards * found.bytes_of_shard <= SIDE_BY_SIDE_BYTES
+            self._num_streams = 1 if self._is_serial else NUM_STREAMS if fits else 2
         self._main.synchronize()
         graph = torch.cuda.CUDAGraph()
         for generator in generators():

@@ -2,6 +2,7 @@
 
 import os
 import random
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -11,6 +12,10 @@ import torch
 from lockstep.backends.malloc import freed_memory_kept
 from lockstep.backends.process_settings import one_at_a_time
 from lockstep.core.device import Device
+
+# Held while the process's random number generators are replaced, and meanwhile code may be compiled, for which PyTorch
+# saves and restores them: the threads of all ranks have the same.
+DEFAULT_GENERATORS = threading.RLock()
 
 
 @contextmanager
@@ -35,11 +40,11 @@ def deterministic_session(devices: list[Device]) -> Iterator[None]:
         _set(undo, torch.utils.deterministic, "fill_uninitialized_memory", False)
         _set(undo, torch.backends.cudnn, "deterministic", True)
         _set(undo, torch.backends.cudnn, "benchmark", False)
-        # fused attention kernels draw dropout from their own counter, or add in the order of arrival
-        for kernel in ("flash", "mem_efficient", "cudnn"):
-            enabled = getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")()
-            undo.callback(getattr(torch.backends.cuda, f"enable_{kernel}_sdp"), enabled)
-            getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
+        # fused attention: only flash has a deterministic backward pass, the others add in the order of arrival
+        for kernel, is_deterministic in (("flash", True), ("mem_efficient", False), ("cudnn", False)):
+            enable = getattr(torch.backends.cuda, f"enable_{kernel}_sdp")
+            undo.callback(enable, getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")())
+            enable(is_deterministic)
         for operation in _with_precision():
             _set(undo, operation, "fp32_precision", "ieee")  # no TF32, no bfloat16 inside
         for number in {device.number for device in devices if device.kind == "cuda"}:

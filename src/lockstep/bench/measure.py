@@ -49,6 +49,7 @@ class Measurement:
             for name, row in self._rows.items():
                 if answers := self.ask(name, "run", num_steps=num_steps, **arguments.get(name, {})):
                     row.seconds.append(answers[0]["seconds"] / num_steps)  # rank 0 stops its clock after a barrier
+                    row.peak_bytes = max(answer.get("peak_bytes", 0) for answer in answers)
                     if "loss" in answers[0]:
                         row.losses.append(sum(answer["loss"] for answer in answers) / len(answers))
             times = ", ".join(f"{name} {1000 * self._rows[name].seconds[-1]:.4g}" for name in self._running)
@@ -59,7 +60,7 @@ def measure_model(workload: Workload, notes: list[str], names: list[str], num_tr
     """The table of one model: a row for each of the contenders `names`, with its times, or with its problem."""
     from lockstep.runtime.store import serve_store  # imports torch
 
-    rows = {name: Row(name, CONTENDERS[name].about, problem=CONTENDERS[name].problem()) for name in names}
+    rows = {name: Row(name, CONTENDERS[name].about, problem=CONTENDERS[name].problem(workload)) for name in names}
     ranks = [Device(name) for name in dict.fromkeys(workload.devices)]
     if len(ranks) < len(workload.devices):
         notes = [*notes, f"the others have {len(ranks)} rank{'s' * (len(ranks) > 1)}: NCCL refuses two on one GPU"]

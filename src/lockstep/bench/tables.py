@@ -36,6 +36,7 @@ class Row:
     losses: list[float] = field(default_factory=list)  # of each trial's last step
     weights_sha256: str | None = None
     problem: str = ""  # why it has no times, or not all of them
+    peak_bytes: int = 0  # of GPU memory, of the process that used most
 
     @property
     def is_measured(self) -> bool:
@@ -77,6 +78,7 @@ class Table:
                 "seconds": row.seconds,
                 "losses": row.losses,
                 "weights_sha256": row.weights_sha256,
+                "peak_bytes": row.peak_bytes or None,
             }
             for row in self.rows
         ]
@@ -89,11 +91,13 @@ class Table:
         grid.add_column("")
         for heading in (f"ms/{self.unit}", "(lowest to highest)", f"times {self.reference}", "(lowest to highest)"):
             grid.add_column(heading, justify="right")
+        has_memory = any(row.peak_bytes for row in self.rows)
+        grid.add_column("GPU memory" if has_memory else "", justify="right")
         grid.add_column("")
         reference = self.reference_row()
         for row in self.rows:
             if not row.is_measured:
-                grid.add_row(row.name, "", "", "", "", row.problem)
+                grid.add_row(row.name, "", "", "", "", "", row.problem)
                 continue
             time = spread([1000 * seconds for seconds in row.seconds])
             ratio = spread(ratios) if (ratios := row.ratios(reference)) else None
@@ -103,6 +107,7 @@ class Table:
                 f"({time.lowest:.4g} to {time.highest:.4g})",
                 f"{ratio.median:.2f}x" if ratio else "",
                 f"({ratio.lowest:.2f} to {ratio.highest:.2f})" if ratio and row is not reference else "",
+                f"{row.peak_bytes / 2**30:.1f} GiB" if row.peak_bytes else "",
                 row.chosen,
             )
         out = Console(width=160, highlight=False, markup=False)

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from lockstep.config import RunConfig
 from lockstep.core.device import Device
 from lockstep.core.errors import ConfigError
@@ -32,19 +34,30 @@ class BenchModel(NamedTuple):
     on_gpu: TrialSize
     is_module: bool = True  # else it is written for every framework, in fp32 only
     takes_tokens: bool = False
+    optimizer: str = "sgd"
+    random_shape: tuple[int, ...] = ()  # of a sample of random numbers; without one, samples are of the dataset
+    num_classes: int = 0  # of random targets
 
 
+LARGE: dict[str, Any] = {"optimizer": "adamw", "learning_rate": 1e-4}
+TOKENS: dict[str, Any] = {"takes_tokens": True, "num_classes": 50257}
+IMAGES: dict[str, Any] = {"random_shape": (3, 224, 224), "num_classes": 1000}
 MODELS = {
     "lenet": BenchModel(0.2, TrialSize(256, 15, 3), TrialSize(256, 100, 20), is_module=False),
     "mlp": BenchModel(0.1, TrialSize(256, 30, 3), TrialSize(256, 100, 20)),
     "resnet18": BenchModel(0.1, TrialSize(64, 2, 1), TrialSize(256, 30, 10)),  # 256 take over 10 s on a CPU
     "transformer": BenchModel(0.1, TrialSize(256, 4, 1), TrialSize(256, 50, 10), takes_tokens=True),
+    "gpt2": BenchModel(on_cpu=TrialSize(8, 1, 1), on_gpu=TrialSize(32, 10, 5), random_shape=(1024,), **TOKENS, **LARGE),
+    "bert": BenchModel(on_cpu=TrialSize(8, 1, 1), on_gpu=TrialSize(64, 10, 5), random_shape=(512,), **TOKENS, **LARGE),
+    "resnet50": BenchModel(0.1, TrialSize(16, 1, 1), TrialSize(256, 10, 5), **IMAGES),
+    "vit-b-16": BenchModel(on_cpu=TrialSize(8, 1, 1), on_gpu=TrialSize(256, 10, 5), **IMAGES, **LARGE),
 }
+RANDOM_BATCHES = 4  # of random samples
 SAME_FOR_ALL = (  # settings that `--set` cannot change, because they must be the same for all contenders
     "model", "data", "data_dir", "loss", "optimizer", "batch_size", "learning_rate", "momentum", "weight_decay",
     "precision", "num_epochs", "seed", "devices", "engine", "out",
 )  # fmt: skip
-OF_OUR_RUN = ("model", "data", "batch_size", "learning_rate", "precision", "num_shards", "seed")
+OF_OUR_RUN = ("model", "data", "batch_size", "optimizer", "learning_rate", "precision", "num_shards", "seed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +70,7 @@ class Workload:
     num_steps: int  # of one trial
     num_warmup: int
     learning_rate: float
+    optimizer: str = "sgd"
     data: str = "fashion-mnist"
     data_dir: str | None = None
     precision: str = "fp32"
@@ -93,7 +107,9 @@ def workload_for(
         notes = [f"batches of {size.batch_size} on CPUs, where one of {usual} takes too long"]
     if not known.is_module and precision != "fp32":
         notes, precision = [*notes, f"{model} is written for every framework, and has fp32 only"], "fp32"
-    settings = {"learning_rate": known.learning_rate} | size._asdict() | overrides
+    settings: dict[str, Any] = (
+        {"learning_rate": known.learning_rate, "optimizer": known.optimizer} | size._asdict() | overrides
+    )
     workload = Workload(model=model, devices=tuple(map(str, devices)), precision=precision, **settings)
     if workload.batch_size % len(devices):
         raise ConfigError(
@@ -108,6 +124,9 @@ def workload_for(
 
 def load_samples(workload: Workload, progress: Progress = no_progress) -> Dataset:
     """The training samples of all contenders: full batches only, and no test samples."""
+    known = MODELS[workload.model]
+    if known.random_shape:
+        return Dataset("random", *random_samples(known, RANDOM_BATCHES * workload.batch_size, workload.seed))
     data = load_dataset(workload.data, None if workload.data_dir is None else Path(workload.data_dir), progress)
     num_samples = data.num_train // workload.batch_size * workload.batch_size
     if not num_samples:
@@ -116,9 +135,19 @@ def load_samples(workload: Workload, progress: Progress = no_progress) -> Datase
             f"for training. Use at most {data.num_train} (--batch-size)."
         )
     X, y = data.X_train[:num_samples], data.y_train[:num_samples]
-    if MODELS[workload.model].takes_tokens:
+    if known.takes_tokens:
         X, y = tokens_of(X)
     return Dataset(workload.data, X, y)
+
+
+def random_samples(model: BenchModel, num_samples: int, seed: int) -> tuple[Array, Array]:
+    """Samples for a model that is measured on random numbers."""
+    draw = np.random.default_rng(seed)
+    if model.takes_tokens:
+        tokens = draw.integers(model.num_classes, size=(num_samples, model.random_shape[0] + 1))
+        return tokens[:, :-1].copy(), tokens[:, 1:].copy()
+    images = draw.standard_normal((num_samples, *model.random_shape), dtype=np.float32)
+    return images, draw.integers(model.num_classes, size=num_samples)
 
 
 def tokens_of(images: Array) -> tuple[Array, Array]:

@@ -13,13 +13,17 @@ from lockstep.cli import options
 def bench(
     *,
     models: Annotated[
-        str, typer.Option(help="Models, comma-separated: lenet, mlp, resnet18, transformer.")
+        str,
+        typer.Option(
+            help="Models, comma-separated: lenet, mlp, resnet18, transformer, gpt2, bert, resnet50, vit-b-16."
+        ),
     ] = "lenet,resnet18,transformer",
     only: Annotated[
         str | None,
         typer.Option(
-            help="Contenders, comma-separated: lockstep-1-device, lockstep-1-shard, text, text-in-memory, ddp, "
-            "ddp-best, ddp-compiled, fabric, accelerate. lockstep is always measured.",
+            help="Contenders, comma-separated: lockstep-1-device, lockstep-compiled, lockstep-1-shard "
+            "(-2-shards, -4-shards, -16-shards), text, text-in-memory, ddp, ddp-best, ddp-compiled, fabric, "
+            "accelerate. lockstep is always measured.",
             show_default=False,
         ),
     ] = None,

@@ -15,9 +15,9 @@ Split = Callable[[int], list[range]]  # samples of a batch -> its shards
 
 
 class StaticBatch(NamedTuple):
-    """The same batch in memory that stays in place, as a captured CUDA graph needs it; all ranks are on one GPU."""
+    """The same batch in memory of one rank's device that stays in place, as a captured CUDA graph needs it."""
 
-    fill: Callable[[], None]  # writes the batch's sample numbers to where a captured `gather` reads them
+    fill: Callable[[], None]  # writes the batch, or its sample numbers, to where a captured `gather` reads them
     gather: Callable[[], None]  # all samples at once, for `fetch` to slice
     fetch: Fetch
 
@@ -28,7 +28,7 @@ class Batch:
 
     num_samples: int
     fetch: Fetch
-    static: StaticBatch | None = None  # where the samples are in the GPU's memory
+    static: Callable[[int], StaticBatch] | None = None  # for a rank
 
 
 class BatchSource(Protocol):

@@ -22,9 +22,10 @@ from lockstep.core.errors import DataError, RunError
 from lockstep.core.layout import Array
 from lockstep.core.random import AUGMENTATION
 from lockstep.core.source_lines import user_source_line
-from lockstep.data.batch import Batch, DeviceMemory, Split
+from lockstep.data.batch import Batch, DeviceMemory, Split, StaticBatch
 from lockstep.data.dataset import FORMS, leaves_of, map_leaves
 from lockstep.data.seeded import seeded
+from lockstep.data.static_input import LoadShard, StaticInput
 from lockstep.partition.ranks import split_over_ranks
 
 PREFETCH = 4  # shards that a worker loads ahead
@@ -92,6 +93,7 @@ class Loader:
         self.num_samples = len(data)
         self._shards = ShardDataset(data, seed)
         self._requests: list[ShardRequest] = []  # of an epoch, in the order in which they are needed
+        self._static: dict[tuple[int, int], StaticInput] = {}  # rank, size of the batch ->
         self._loader = DataLoader(
             self._shards,
             sampler=self._requests,
@@ -99,6 +101,7 @@ class Loader:
             num_workers=num_workers,
             prefetch_factor=PREFETCH if num_workers else None,
             persistent_workers=num_workers > 0,
+            pin_memory=memory.devices[0].kind == "cuda",
             generator=torch.Generator(),  # not the process's own: it draws a seed for the workers
             worker_init_fn=partial(_start_worker, os.getpid()),
         )
@@ -121,19 +124,34 @@ class Loader:
                 raise
         for part, ranges in zip(parts, own, strict=True):
             shards = {shard.start: self._next(loaded) for shard in ranges}
-            yield Batch(len(part), partial(self._fetch, ShardRequest(epoch, part), shards))
+            load = partial(self._load, ShardRequest(epoch, part), shards)
+            yield Batch(len(part), partial(self._fetch, load), partial(self._static_batch, len(part), load))
 
-    def _fetch(self, batch: ShardRequest, shards: dict[int, Any], rank: int, start: int, stop: int) -> tuple[Any, Any]:
-        device = torch_device(self._memory.devices[rank])
+    def _load(self, batch: ShardRequest, shards: dict[int, Any], start: int, stop: int) -> Any:
+        """The samples of a shard, in the CPU's memory."""
         if start not in shards:  # it was another process's before shards were moved
             request = ShardRequest(batch.epoch, batch.samples[start:stop])
             shards[start] = self._checked(self._shards[request])
+        return shards[start]
+
+    def _static_batch(self, size: int, load: LoadShard, rank: int) -> StaticBatch:
+        if (rank, size) not in self._static:
+            self._static[rank, size] = StaticInput(torch_device(self._memory.devices[rank]))
+        static = self._static[rank, size]
+        return StaticBatch(
+            fill=lambda: static.fill(static.stage(load)),
+            gather=lambda: None,
+            fetch=lambda _, start, stop: static.fetch(load, start, stop),
+        )
+
+    def _fetch(self, load: LoadShard, rank: int, start: int, stop: int) -> tuple[Any, Any]:
+        device = torch_device(self._memory.devices[rank])
 
         def put(tensor: torch.Tensor) -> torch.Tensor:
             dtype = torch.float32 if tensor.dtype == torch.float64 else tensor.dtype  # as with arrays
             return tensor[: stop - start].to(device, dtype, copy=True)
 
-        X, y = map_leaves(shards[start], put)
+        X, y = map_leaves(load(start, stop), put)
         return X, y
 
     def _own(self, shards: list[range]) -> list[range]:

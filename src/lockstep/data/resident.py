@@ -12,6 +12,7 @@ from lockstep.data.batch import Batch, DeviceMemory, Split, StaticBatch
 from lockstep.data.dataset import leaves_of, map_leaves
 
 ALIGNMENT = 256  # bytes: no kernel needs more
+MAX_FLOAT_BYTES = 1 << 30
 
 
 class ResidentData:
@@ -19,10 +20,12 @@ class ResidentData:
 
     in_memory = True
 
-    def __init__(self, memory: DeviceMemory, X: Any, y: Any, compiles: bool = False) -> None:
+    def __init__(self, memory: DeviceMemory, X: Any, y: Any) -> None:
         self._memory, self.num_samples = memory, len(leaves_of(X)[0])
-        self._take = memory.backend.compile(memory.backend.take) if compiles else memory.backend.take
-        self._static: dict[int, StaticSamples] = {}  # by the size of the batch
+        self._take = memory.backend.take
+        if memory.devices[0].kind == "cuda":  # one kernel less for every shard
+            X = map_leaves(X, as_floats)
+        self._static: dict[tuple[int, int], StaticSamples] = {}  # number of the local rank, size of the batch ->
         placed = {id(array): memory.place(array) for array in leaves_of((X, y))}
         self._sample_bytes = {id(placed[id(array)][0]): bytes_of_sample(array) for array in leaves_of((X, y))}
 
@@ -35,7 +38,7 @@ class ResidentData:
         orders = self._memory.place(order)
         for first in range(0, len(order), batch_size):
             size = min(batch_size, len(order) - first)
-            yield Batch(size, partial(self._fetch, orders, first), self._static_batch(orders[0], first, size))
+            yield Batch(size, partial(self._fetch, orders, first), partial(self._static_batch, orders, first, size))
 
     def _fetch(self, orders: list[Tensor], first: int, rank: int, start: int, stop: int) -> tuple[Any, Any]:
         number = self._memory.local_ranks.index(rank)
@@ -43,17 +46,17 @@ class ResidentData:
         X, y = map_leaves(self._of_rank[number], lambda tensor: self._take(tensor, own, 0, stop - start))
         return X, y
 
-    def _static_batch(self, order: Tensor, first: int, size: int) -> StaticBatch:
+    def _static_batch(self, orders: list[Tensor], first: int, size: int, rank: int) -> StaticBatch:
         """The batch in static memory, which is allocated at the first use."""
-        backend = self._memory.backend
+        backend, number = self._memory.backend, self._memory.local_ranks.index(rank)
 
         def samples() -> StaticSamples:
-            if size not in self._static:
-                self._static[size] = StaticSamples(self, size)
-            return self._static[size]
+            if (number, size) not in self._static:
+                self._static[number, size] = StaticSamples(self, number, size)
+            return self._static[number, size]
 
         return StaticBatch(
-            fill=lambda: backend.assign(samples().numbers, backend.chunk(order, first, first + size)),
+            fill=lambda: backend.assign(samples().numbers, backend.chunk(orders[number], first, first + size)),
             gather=lambda: samples().gather(),
             fetch=lambda rank, start, stop: samples().fetch(start, stop),
         )
@@ -65,10 +68,11 @@ class ResidentData:
 class StaticSamples:
     """The samples of a batch of one size, gathered by sample numbers in memory that stays in place."""
 
-    def __init__(self, data: ResidentData, size: int) -> None:
+    def __init__(self, data: ResidentData, number: int, size: int) -> None:
         self._backend, self._take = data._memory.backend, data._take
-        self._data, self._sample_bytes = data._of_rank[0], data._sample_bytes
-        self.numbers = data._memory.place(np.zeros(size, np.int64))[0]
+        self._data, self._sample_bytes = data._of_rank[number], data._sample_bytes
+        device = data._memory.devices[data._memory.local_ranks[number]]
+        self.numbers = self._backend.from_numpy(np.zeros(size, np.int64), device)
         self._gathered: dict[int, Tensor] = {}  # by the id of the data that they are from
 
     def gather(self) -> None:
@@ -86,6 +90,13 @@ class StaticSamples:
 
         X, y = map_leaves(self._data, cut)
         return X, y
+
+
+def as_floats(array: Array) -> Array:
+    """Bytes as the floats that a model gets, unless they would take much memory."""
+    if array.dtype != np.uint8 or 4 * array.nbytes > MAX_FLOAT_BYTES:
+        return array
+    return array.astype(np.float32) / np.float32(255)
 
 
 def bytes_of_sample(array: Array) -> int:

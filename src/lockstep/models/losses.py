@@ -20,7 +20,11 @@ def cross_entropy(scores: Any, y: Tensor) -> Tensor:
             f"The model gives scores of shape {tuple(scores.shape)} for labels of shape {tuple(y.shape)}. Classes come "
             f"second, as in PyTorch: (samples, classes, positions). Use scores.transpose(1, 2) in the model."
         )
-    return _over_positions(F.cross_entropy(scores, y, reduction="none"), _counts(y))
+    if scores.ndim > 2 and y.ndim == scores.ndim - 1:  # classes last, as most models compute them: kernels are faster
+        losses = F.cross_entropy(scores.movedim(1, -1).flatten(0, -2), y.flatten(), reduction="none").view(y.shape)
+    else:
+        losses = F.cross_entropy(scores, y, reduction="none")
+    return _over_positions(losses, _counts(y))
 
 
 def mse(predicted: Any, y: Tensor) -> Tensor:

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lockstep.core.errors import ConfigError
 from lockstep.data import Dataset
+from lockstep.models.tokens import token_counts
 
 
 class Block(nn.Module):
@@ -61,10 +61,4 @@ class Transformer(nn.Module):
 
 def transformer(data: Dataset) -> Transformer:
     """The model for the sequences of a dataset: the targets are the next tokens."""
-    shape = data.sample_shape
-    if shape is None or len(shape) != 1 or not data.num_tokens or data.y_train.shape != data.X_train.shape:
-        raise ConfigError(
-            f"transformer takes sequences of integers (tokens), and as targets the next ones: X and y of shape "
-            f"(samples, positions). {data.name} has other data."
-        )
-    return Transformer(max(data.num_tokens, data.num_classes), shape[0])
+    return Transformer(*token_counts(data, "transformer"))

@@ -23,7 +23,7 @@ class FlatTrainSpec:
     optimizer: Optimizer
     lr_schedule: LRSchedule = field(default_factory=LRSchedule)
     clip_norm: float | None = None
-    compiles: bool = False
+    compiled_sizes: frozenset[int] = frozenset()  # shards with so many samples are compiled; others are not worth it
 
 
 class FlatReplica(Capturable):
@@ -35,12 +35,9 @@ class FlatReplica(Capturable):
         if state_dict is not None:
             self._state = self._restored(state_dict)
         self._loss_sum: LossSum = CrossEntropySum(spec.forward)
-        self._scores = spec.forward
-        compiles = spec.backend.capabilities.compiles
-        if spec.compiles or compiles == "always":
-            self._scores = spec.backend.compile(self._scores)
-        if spec.compiles and compiles != "always":
-            self._loss_sum = spec.backend.compile(self._loss_sum)
+        always = spec.backend.capabilities.compiles == "always"
+        self._scores = spec.backend.compile(spec.forward) if always else spec.forward
+        self._compiled = spec.backend.compile(self._loss_sum) if spec.compiled_sizes and not always else self._loss_sum
 
     @property
     def entries(self) -> range:
@@ -52,7 +49,8 @@ class FlatReplica(Capturable):
     def forward_backward(self, shards: list[Shard], all_gather: AllGatherTensors) -> list[Leaf]:
         backend, layout, leaves = self._spec.backend, self._spec.layout, []
         for shard in shards:
-            loss, gradient = backend.value_and_grad(self._loss_sum, layout, self.flat, shard.X, shard.y, shard.on_ready)
+            loss_sum = self._compiled if shard.num_samples in self._spec.compiled_sizes else self._loss_sum
+            loss, gradient = backend.value_and_grad(loss_sum, layout, self.flat, shard.X, shard.y, shard.on_ready)
             leaves.append(Leaf(gradient, loss))
         return leaves
 

@@ -70,10 +70,27 @@ class Gradients:
     def flat(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """All of them as one vector."""
         self._check_dense(gradients)
+        if self._device.type == "cuda":
+            return self._copied(gradients)
         pieces: list[Tensor] = []
         for param, gradient, gap in zip(self._params, gradients, self._gaps, strict=True):
             pieces += [flat_in_memory_order(torch.zeros_like(param) if gradient is None else gradient, param), gap]
         return torch.cat(pieces)
+
+    def _copied(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """The same with few kernels; gradients of bf16 copies of parameters become float32."""
+        vector = torch.empty(self._layout.size, dtype=torch.float32, device=self._device)
+        split = vector.split(self._layout.pieces)
+        filled, empty = [], [gap for gap in split[1::2] if len(gap)]
+        for piece, param, gradient in zip(split[::2], self._params, gradients, strict=True):
+            if gradient is None:
+                empty.append(piece)
+            else:
+                filled.append((piece, flat_in_memory_order(gradient, param)))
+        if empty:
+            torch._foreach_zero_(empty)
+        torch._foreach_copy_([piece for piece, _ in filled], [gradient for _, gradient in filled])
+        return vector
 
     def clear(self) -> None:
         """Removes them from all parameters; an optimizer may not have all of those."""

@@ -1,14 +1,16 @@
 """Random numbers inside a model, keyed by (seed, step, shard): dropout is the same on any device, in any order of work.
 
-PyTorch has one random number generator for the whole process, drawn from in arrival order. While a shard is computed,
-every operation that would draw from it gets a generator of the shard's own instead. Intercepting every operation costs
-about ten microseconds each (a quarter of a step of ResNet-18 on a GPU). So a module that does not draw in its first
-steps is computed without; should it draw later, the process's generator has moved, and the shard is computed again.
+PyTorch has one random number generator per device for the whole process, drawn from in arrival order. While a shard is
+computed, every operation that would draw from it gets a generator of the shard's own instead; one that takes no
+generator (fused dropout and attention on a GPU, compiled code) finds the shard's in the place of the process's.
+Intercepting every operation costs about ten microseconds each (a quarter of a step of ResNet-18 on a GPU). So a module
+that does not draw in its first steps is computed without; should it draw later, the process's generator has moved, and
+the shard is computed again.
 """
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -16,9 +18,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lockstep.backends.torch_session import DEFAULT_GENERATORS
 from lockstep.core.errors import RunError
 
 SEEDED = torch.Tag.nondeterministic_seeded  # the tag of an operation that draws
+NATIVE_DROPOUT = torch.ops.aten.native_dropout.default
 
 
 def rng_state(device: torch.device) -> bytes:
@@ -71,37 +75,69 @@ class KeyedRandom(TorchDispatchMode):
         return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
         if SEEDED not in func.tags:
-            return func(*args, **(kwargs or {}))
-        self.has_drawn = True
-        return self._draw(func, args, dict(kwargs or {}))
+            return func(*args, **kwargs)
+        named = _by_name(func, args, kwargs)
+        if _draws(func, named):
+            self.has_drawn = True
+            return self._draw(func, args, kwargs, named)
+        if func is NATIVE_DROPOUT:  # it would count as if it drew
+            return named["input"].clone(), torch.ones_like(named["input"], dtype=torch.bool)
+        return func(*args, **kwargs)
 
-    def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is torch.ops.aten.native_dropout.default:  # the fused kernel takes no generator
-            X, p, train = args
-            if train is False:
-                return X, torch.ones_like(X, dtype=torch.bool)
-            kept = torch.empty_like(X, dtype=torch.bool).bernoulli_(1 - p, generator=self._for(X))
-            return X * kept * (1 / (1 - p) if p < 1 else 0.0), kept
-        named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], named: dict[str, Any]) -> Any:
         if named.get("generator") is not None:
             self._check(named["generator"])
             return func(*args, **kwargs)
-        if "dropout_p" in named or "dropout" in named:  # fused attention, cuDNN's recurrent layers
-            if not named.get("dropout_p", named.get("dropout")) or named.get("train") is False:
-                return func(*args, **kwargs)
-            raise RuntimeError(
-                f"{func} draws its dropout from random numbers of its own, which cannot be keyed by the shard. Use "
-                f"nn.Dropout beside it (for a recurrent layer: one layer at a time, nn.Dropout between them)"
-            )
         keyed = _with_generator(func)
-        if keyed is None:
-            raise RuntimeError(f"{func} draws random numbers that cannot be keyed by the shard. Use another operation")
         tensors = [value for value in named.values() if isinstance(value, torch.Tensor)]
+        if keyed is None and tensors and tensors[0].is_cuda and "dropout_state" not in named:
+            with self._as_gpu_default():
+                return func(*args, **kwargs)
+        if func is NATIVE_DROPOUT:
+            X, p = named["input"], named["p"]
+            kept = torch.empty_like(X, dtype=torch.bool).bernoulli_(1 - p, generator=self._for(X))
+            return X * kept * (1 / (1 - p) if p < 1 else 0.0), kept
+        if keyed is None:
+            raise RuntimeError(
+                f"{func} draws random numbers that cannot be keyed by the shard. Use another operation (for dropout in "
+                f"a recurrent layer: one layer at a time, nn.Dropout between them)"
+            )
         kwargs["generator"] = self._for(tensors[0] if tensors else kwargs.get("device"))
-        if "generator" in (names := [argument.name for argument in keyed._schema.arguments]):
+        if "generator" in (names := _arguments(keyed)):
             args = args[: names.index("generator")]  # the rest is generator=None
         return keyed(*args, **kwargs)
+
+    @contextmanager
+    def as_default(self, seed: int | None = None) -> Iterator[None]:
+        """The same for compiled code, which draws from the process's generators only; without a seed, they continue."""
+        if seed is not None:
+            self.start(seed)
+        with DEFAULT_GENERATORS, nullcontext() if self._on_cpu is self.generator else self._as_gpu_default():
+            theirs, default = torch.default_generator.get_state(), torch.default_generator
+            before = default.set_state(self._on_cpu.get_state()).get_state()
+            try:
+                yield
+            finally:
+                after = default.get_state()
+                self._on_cpu.set_state(after)
+                default.set_state(theirs)
+            if not torch.equal(before, after):
+                self.has_drawn, self.has_drawn_on_host = True, self._on_cpu is not self.generator
+
+    @contextmanager
+    def _as_gpu_default(self) -> Iterator[None]:
+        """The GPU's default generator is the shard's meanwhile: a kernel gets its numbers when it is launched."""
+        default = torch.cuda.default_generators[self.generator.device.index]
+        with DEFAULT_GENERATORS:
+            theirs, before = default.graphsafe_get_state(), self.generator.get_offset()
+            default.graphsafe_set_state(self.generator.graphsafe_get_state())
+            try:
+                yield
+            finally:
+                default.graphsafe_set_state(theirs)
+            self.has_drawn |= self.generator.get_offset() != before
 
     def _check(self, generator: torch.Generator) -> None:
         """Refuses a generator that continues from shard to shard; one that was just seeded is as good as a key."""
@@ -124,9 +160,25 @@ class KeyedRandom(TorchDispatchMode):
         return self._on_cpu
 
 
+def _arguments(func: Any) -> list[str]:
+    return [argument.name for argument in func._schema.arguments]
+
+
+def _by_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return dict(zip(_arguments(func), args, strict=False)) | kwargs
+
+
+def _draws(func: Any, named: dict[str, Any]) -> bool:
+    """Whether an operation that may draw does so with these arguments: dropout with probability 0 does not."""
+    if named.get("train") is False or (func is NATIVE_DROPOUT and not named["p"]):
+        return False
+    rates = [named.get(name, 0.0) for name in ("dropout_p", "dropout") if name in _arguments(func)]
+    return all(rates)  # of fused attention, of recurrent layers
+
+
 def _with_generator(func: Any) -> Any:
     """The overload of an operation that takes a generator; None if there is none."""
-    names = [argument.name for argument in func._schema.arguments]
+    names = _arguments(func)
     if "generator" in names:
         return func
     for overload in func.overloadpacket.overloads():
@@ -151,7 +203,7 @@ class _Refuse(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if SEEDED in func.tags:
+        if SEEDED in func.tags and _draws(func, _by_name(func, args, kwargs or {})):
             raise RuntimeError(
                 f"{func} draws random numbers in the backward pass, which cannot be keyed: activation checkpointing "
                 f"would draw others than in the forward pass. Leave dropout out of checkpointed parts"

@@ -20,8 +20,10 @@ from lockstep.core.tracing import span
 from lockstep.data.dataset import leaves_of, map_leaves
 from lockstep.models.losses import PerSample, summed
 from lockstep.optim.lr_schedule import LRSchedule
+from lockstep.optim.torch_on_gpu import GpuOptimizer
 from lockstep.optim.torch_optimizers import MakeOptimizer
 from lockstep.replicas import module_state
+from lockstep.replicas.compiled_blocks import compile_blocks, with_compiled_blocks
 from lockstep.replicas.gradients import Gradients
 from lockstep.replicas.keyed_random import KeyedRandom, no_draws_outside_of_pytorch, rng_state
 from lockstep.replicas.memory_format import channels_last, shaped_like
@@ -31,6 +33,13 @@ from lockstep.replicas.shard_module import ShardModule
 from lockstep.replicas.sync_batch_norm import SyncBatchNorm
 
 NUM_WATCHED_STEPS = 2  # steps in which every operation is intercepted, to see whether the model draws random numbers
+
+
+@dataclass
+class Drawing:
+    """Whether a compiled model draws random numbers: what one rank finds out is known to all of its process."""
+
+    has_drawn: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,12 @@ class TrainSpec:
     sync_batch_norm: bool = False  # statistics of the whole batch
     precision: str = "fp32"
     channels_last: bool = False  # memory format of images and of convolution kernels
-    compiles: bool = False
+    compiled_sizes: frozenset[int] = frozenset()  # shards with so many samples are compiled; others are not worth it
+    drawing: Drawing = field(default_factory=Drawing)
+
+    @property
+    def compiles(self) -> bool:
+        return bool(self.compiled_sizes)
 
 
 class ModuleReplica:
@@ -79,7 +93,11 @@ class ModuleReplica:
         self._buffers, self._random = self._own.buffers, self._own.random
         originals = [param for param in spec.module.parameters() if param.requires_grad]
         self._gradients = Gradients(self._trained, self._layout, originals, self._device)
-        self._call = BACKEND.compile(module_state.call) if spec.compiles else module_state.call
+        self._compiled: Any = None
+        if spec.compiles:
+            repeats = compile_blocks(self.module)
+            self._compiled = (with_compiled_blocks if repeats else BACKEND.compile)(module_state.call)
+        self._gpu_optimizer = GpuOptimizer(self._optimizer, self._device) if self._device.type == "cuda" else None
         self._has_computed = False
         self._in_eval_mode = module_state.modules_in_eval_mode(spec.module)
         self._step = 0  # the step that the buffers are prepared for
@@ -122,11 +140,15 @@ class ModuleReplica:
                 gradients, vector = self._gradients.of(loss, shard.on_ready)
         return self._leaf(loss, gradients, vector, self._own)
 
+    @property
+    def _is_watched(self) -> bool:
+        return self._step < (self._first_step or self._step) + NUM_WATCHED_STEPS
+
     def _forward(self, shard: Shard) -> Tensor:
         """The summed loss of a shard."""
-        if self._spec.compiles:  # such a model was found not to draw random numbers
-            return self._loss_of(self.module, shard)
-        if not self._random.has_drawn and self._step >= (self._first_step or self._step) + NUM_WATCHED_STEPS:
+        if self._spec.compiles:
+            return self._compiled_forward(shard)
+        if not self._random.has_drawn and not self._is_watched:
             before = rng_state(self._device)
             loss = self._loss_of(self.module, shard)
             if rng_state(self._device) == before:
@@ -135,9 +157,26 @@ class ModuleReplica:
             self._buffers.start_shard()
         return self._keyed_forward(self.module, self._random, shard)
 
+    def _compiled_forward(self, shard: Shard) -> Tensor:
+        """The same from compiled code: if it draws, then from the process's generators, so one rank at a time."""
+        drawing = self._spec.drawing
+        if self._is_watched or drawing.has_drawn:
+            loss = self._keyed_forward(self.module, self._random, shard)
+            drawing.has_drawn |= self._random.has_drawn
+            return loss
+        before = rng_state(self._device)
+        loss = self._loss_of(self.module, shard)
+        if rng_state(self._device) != before:
+            raise RunError(
+                f"The compiled model draws random numbers, and did not in its first {NUM_WATCHED_STEPS} steps: other "
+                f"ranks may have drawn at the same time. Draw from the first step on, or leave --compile out."
+            )
+        return loss
+
     def _keyed_forward(self, module: nn.Module, random: KeyedRandom, shard: Shard) -> Tensor:
         """The same from `module`, which is the replica's own or a clone of it, with the random numbers of the shard."""
-        with random.start(shard_seed(self._spec.seed, self._step, shard.number)):
+        seed = shard_seed(self._spec.seed, self._step, shard.number)
+        with random.as_default(seed) if self._spec.compiles else random.start(seed):
             return self._loss_of(module, shard)
 
     def _loss_of(self, module: nn.Module, shard: Shard) -> Tensor:
@@ -145,7 +184,8 @@ class ModuleReplica:
         # not for the first: PyTorch imports parts of itself lazily, and draws a temporary file's name meanwhile
         watch = no_draws_outside_of_pytorch() if self._has_computed else nullcontext()
         with watch, self._autocast():
-            output = self._call(module, self._in_memory_format(shard.X))
+            call = self._compiled if shard.num_samples in self._spec.compiled_sizes else module_state.call
+            output = call(module, self._in_memory_format(shard.X))
             loss = summed(self._loss, "loss", output, shard.y, shard.num_samples)
         self._has_computed = True
         if not loss.requires_grad:
@@ -166,6 +206,22 @@ class ModuleReplica:
         return Leaf(vector, loss.detach(), updates, used)
 
     def update(self, step: int, total: Tensor, batch: BatchSummary) -> None:
+        self.begin_update(step)
+        self.apply_update(total, batch)
+        self.end_update()
+
+    def begin_update(self, step: int) -> None:
+        """The host's part before an update."""
+        if self._scheduler is None:
+            for group, rate in zip(self._optimizer.param_groups, self._learning_rates, strict=True):
+                if rate is not None:
+                    group["lr"] = rate * self._spec.lr_schedule.factor(step)
+        if self._gpu_optimizer is not None:
+            self._gpu_optimizer.set_rates()
+        self._random.start(seed_of(self._spec.seed, step, 0, OPTIMIZER))
+
+    def apply_update(self, total: Tensor, batch: BatchSummary) -> None:
+        """The device's part."""
         gradient = total / batch.num_samples  # the only division, by the samples of the whole batch
         if self._spec.clip_norm is not None:
             norm = torch.linalg.vector_norm(gradient)
@@ -174,16 +230,15 @@ class ModuleReplica:
         for number, (param, piece) in enumerate(zip(self._params, pieces, strict=True)):
             # PyTorch skips a parameter whose gradient is None
             param.grad = shaped_like(param, piece) if number in batch.used else None
-        if self._scheduler is None:
-            for group, rate in zip(self._optimizer.param_groups, self._learning_rates, strict=True):
-                if rate is not None:
-                    group["lr"] = rate * self._spec.lr_schedule.factor(step)
-        with self._random.start(seed_of(self._spec.seed, step, 0, OPTIMIZER)):
+        with self._random, self._gpu_optimizer.rates_on_device() if self._gpu_optimizer else nullcontext():
             self._optimizer.step()
         self._gradients.clear()
+        self._buffers.merge(batch.buffers, batch.shard_sizes)
+
+    def end_update(self) -> None:
+        """The host's part after it."""
         if self._scheduler is not None:
             self._scheduler.step()
-        self._buffers.merge(batch.buffers, batch.shard_sizes)
         self._is_unfinished = False
 
     def measure(self, X: Any, y: Any) -> dict[str, float]:
@@ -192,7 +247,7 @@ class ModuleReplica:
         metrics = {"loss": ("loss", self._loss), **{n: (f"metric {n}", m) for n, m in self._spec.metrics.items()}}
         random = self._random.start(shard_seed(self._spec.seed, 0, 0))
         with torch.no_grad(), plain_errors(self._device.type), random, self._autocast():
-            output = self._call(self.module, self._in_memory_format(X))
+            output = module_state.call(self.module, self._in_memory_format(X))
             sums = {n: float(summed(metric, what, output, y, num_samples)) for n, (what, metric) in metrics.items()}
         self._buffers.restore()  # evaluation does not change them
         return sums

@@ -2,12 +2,14 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lockstep.backends.torch import is_capturing, plain_errors
 from lockstep.core.errors import CaptureError
 from lockstep.core.random import shard_seed
 from lockstep.core.tracing import span
+from lockstep.replicas.half_weights import CastCounter, HalfWeights
 from lockstep.replicas.module import ModuleReplica
 from lockstep.replicas.replica import AllGatherTensors, Capturable, Leaf, Shard
 from lockstep.replicas.shard_module import ShardModule
@@ -24,6 +26,9 @@ class CapturableModuleReplica(ModuleReplica, Capturable):
     def begin_capture(self, step: int) -> None:
         if not self._is_captured:
             self._clones: dict[int, ShardModule] = {}  # by the number of the shard
+            self._halves: HalfWeights | None = None  # not known yet
+        elif self._halves is not None:
+            self._halves.refresh()
         if is_capturing(self._device):  # nothing is computed now
             for computed in (self._own, *self._clones.values()):
                 computed.buffers.stop_comparing()
@@ -42,6 +47,10 @@ class CapturableModuleReplica(ModuleReplica, Capturable):
         self._clones = {}
         self._is_captured, self._is_unfinished, self._step = False, False, 0
 
+    def update_settings(self) -> Any:
+        found = self._gpu_optimizer
+        return found.settings() if found and found.is_capturable and not self._random.has_drawn else None
+
     def capture_generators(self) -> list[Any]:
         return [clone.random.generator for clone in self._clones.values() if clone.random.has_drawn]
 
@@ -51,9 +60,27 @@ class CapturableModuleReplica(ModuleReplica, Capturable):
         return [self._captured_leaf(shard) for shard in shards]
 
     def _captured_leaf(self, shard: Shard) -> Leaf:
+        if self._halves is None:
+            self._halves = self._half_weights(shard)
         if shard.number not in self._clones:
-            self._clones[shard.number] = self._own.clone()
-        clone = self._clones[shard.number]
+            self._clones[shard.number] = self._own.clone(self._halves.by_name)
+        return self._leaf_of_clone(self._clones[shard.number], shard)
+
+    def _half_weights(self, shard: Shard) -> HalfWeights:
+        """Copies of weights in bf16, if this shard has the same gradient with them, bit for bit."""
+        none = HalfWeights({})
+        if self._spec.precision != "bf16":
+            return none
+        clone = self._own.clone()
+        params = {name: param for name, param in clone.module.named_parameters() if param.requires_grad}
+        counter = CastCounter(params)
+        with counter:
+            expected = self._leaf_of_clone(clone, shard)
+        halves = HalfWeights({name: params[name] for name in counter.cast_once()})
+        found = self._leaf_of_clone(self._own.clone(halves.by_name), shard)
+        return halves if torch.equal(found.gradient, expected.gradient) else none
+
+    def _leaf_of_clone(self, clone: ShardModule, shard: Shard) -> Leaf:
         with plain_errors(self._device.type):
             clone.buffers.start_shard()
             with span("forward"):
@@ -67,12 +94,12 @@ class CapturableModuleReplica(ModuleReplica, Capturable):
 
     def _captured_forward(self, clone: ShardModule, shard: Shard) -> Tensor:
         """The summed loss of a shard: computed once to see whether it draws random numbers, then captured."""
-        if not self._spec.compiles and not is_capturing(self._device):
+        if not is_capturing(self._device):
             loss = self._keyed_forward(clone.module, clone.random, shard)
             if clone.random.has_drawn_on_host:
                 raise CaptureError("the model draws random numbers on the host")
             return loss
-        if self._spec.compiles or not clone.random.has_drawn:
+        if not clone.random.has_drawn:
             return self._loss_of(clone.module, shard)
-        with clone.random:  # seeded by the warm-up, and again before every replay
+        with clone.random.as_default() if self._spec.compiles else clone.random:  # seeded before every replay
             return self._loss_of(clone.module, shard)

@@ -103,6 +103,22 @@ class Capturable(Protocol):
         """Computes what an update would, and changes nothing; only called where the update is static."""
         return
 
+    def update_settings(self) -> Any:
+        """Settings that a captured `apply_update` has built in; None if it cannot be captured."""
+        return None
+
+    def begin_update(self, step: int) -> None:
+        """What the host does before an update, also before a replayed one."""
+        return
+
+    def apply_update(self, total: Tensor, batch: BatchSummary) -> None:
+        """What the device does: `update` is this, between the two others."""
+        return
+
+    def end_update(self) -> None:
+        """What the host does after it."""
+        return
+
 
 class CapturableReplica(Replica, Capturable, Protocol):
     """A replica whose steps can be captured."""

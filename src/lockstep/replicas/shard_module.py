@@ -1,6 +1,7 @@
 """What a shard is computed with: a module, its buffers and its random numbers. Shards side by side have one each."""
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,9 +31,15 @@ class ShardModule:
             if not name.startswith("_") and name != "training" and isinstance(value, (int, float, Tensor))
         ]
 
-    def clone(self) -> "ShardModule":
-        """One with the same parameters and its own gradient edges, on the current stream; its buffers follow these."""
-        own = {id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in self.module.parameters()}
+    def clone(self, copies: Mapping[str, Tensor] | None = None) -> "ShardModule":
+        """One with the same parameters and its own gradient edges, on the current stream; its buffers follow these.
+
+        Parameters with an entry in `copies` are that tensor instead.
+        """
+        own = {
+            id(param): nn.Parameter((copies or {}).get(name, param.detach()), requires_grad=param.requires_grad)
+            for name, param in self.module.named_parameters()
+        }
         clone = ShardModule(copy.deepcopy(self.module, dict(own)), self._names, self._device)
         clone.buffers.stats.follow(self.buffers.stats)
         return clone

@@ -10,7 +10,8 @@ the host is a few steps ahead of it.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 from lockstep.backends import GraphCapture, LossFuture, Tensor
 from lockstep.core.errors import CaptureError, LockstepError, RankError, RunError
@@ -24,34 +25,41 @@ from lockstep.replicas.replica import CapturableReplica, Replica
 from lockstep.runtime.engine import Engine, Position, Rank, StepInput
 from lockstep.runtime.interpreter import Interpreter
 from lockstep.runtime.out_of_memory import is_out_of_memory
+from lockstep.runtime.rank_capture import RankCapturedSteps
 from lockstep.runtime.step import EagerSteps, StepOptions, Steps
 from lockstep.runtime.thread_transport import ThreadGroup
 from lockstep.schedules.instructions import ForwardBackward, Instruction, Update
 from lockstep.schedules.proof import one_thread_order
 
-NOT_IN_MEMORY = "samples are loaded one by one"
-
 
 def captured_or_eager_steps(
-    engine: Engine, replicas: Sequence[Replica], options: StepOptions, balance: Balance, in_memory: bool
+    engine: Engine, replicas: Sequence[Replica], options: StepOptions, balance: Balance
 ) -> Steps:
-    """Captured steps where the devices, the replicas and the samples allow it; else `why_eager` says why not."""
-    eager = EagerSteps(engine, replicas, options, balance)
-    capture = engine.backend.graph_capture(engine.devices)
-    if capture is None:
+    """Captured steps where the devices and the replicas allow it; else `why_eager` says why not."""
+    eager, backend = EagerSteps(engine, replicas, options, balance), engine.backend
+    own = [backend.graph_capture([engine.devices[rank]], rank) for rank in engine.local_ranks]
+    captures = [capture for capture in own if capture is not None]
+    if len(captures) < len(own):
         return eager
     capturable = cast(Sequence[CapturableReplica], replicas)
-    problems = [replica.why_not_capturable() for replica in capturable] + ["" if in_memory else NOT_IN_MEMORY]
-    eager.why_eager = next(filter(None, problems), "")
-    return eager if eager.why_eager else CapturedSteps(eager, engine, capturable, options, capture)
+    eager.why_eager = next(filter(None, (replica.why_not_capturable() for replica in capturable)), "")
+    if eager.why_eager:
+        return eager
+    whole = backend.graph_capture(engine.devices) if len(own) == engine.num_ranks else None
+    if whole is not None:
+        return CapturedSteps(eager, engine, capturable, options, whole)
+    return RankCapturedSteps(engine, capturable, options, balance, captures)
 
 
-class CapturedStep(NamedTuple):
+@dataclass
+class CapturedStep:
     """The step of one size of batch, or what comes before its update."""
 
     replay: Callable[[], None]
     losses: Tensor  # of all shards; filled by each replay
     interpreters: list[Interpreter]  # what they hold is filled by each replay, too
+    update: Callable[[], None] | None = None  # replays the update, where it was captured by itself
+    update_settings: Any = None  # that are built into it
 
 
 class CapturedSteps:
@@ -71,6 +79,7 @@ class CapturedSteps:
         self._options, self._capture = options, capture
         self.why_eager, self.capture_seconds = "", 0.0
         self._captured: dict[tuple[int, bool], CapturedStep] = {}  # samples of a batch, with the update? ->
+        self._last_settings: Any = None  # of the last update of these replicas
 
     def run(self, step: int, batch: Batch) -> LossFuture:
         """Starts step number `step`; its losses come later."""
@@ -85,7 +94,7 @@ class CapturedSteps:
     def _replay(self, step: int, batch: Batch) -> LossFuture:
         assert batch.static is not None, "samples in memory have it"
         with self._capture.stream():
-            batch.static.fill()
+            batch.static(0).fill()
             with_update = all(replica.update_is_static(step) for replica in self._replicas)
             key = batch.num_samples, with_update
             if with_update:  # from now on: the other one is of no more use
@@ -99,7 +108,7 @@ class CapturedSteps:
                 replica.begin_replay(step)
             captured.replay()
             if not with_update:
-                self._update(captured.interpreters, step)
+                self._update_after(captured, step)
             return self._capture.copy_to_host(captured.losses)
 
     def _capture_within_memory(self, step: int, batch: Batch, with_update: bool) -> CapturedStep:
@@ -117,9 +126,10 @@ class CapturedSteps:
     def _capture_step(self, step: int, batch: Batch, with_update: bool) -> CapturedStep:
         assert batch.static is not None, "samples in memory have it"
         shards = split_into_shards(batch.num_samples, self._options.num_shards)
-        static = Batch(batch.num_samples, batch.static.fetch)
+        found = batch.static(0)  # all ranks are on one GPU
+        static = Batch(batch.num_samples, found.fetch)
         order, interpreters = self._programs(len(shards))
-        gather, is_warm = batch.static.gather, False
+        gather, is_warm = found.gather, False
 
         def run() -> Tensor:
             nonlocal is_warm
@@ -181,6 +191,30 @@ class CapturedSteps:
         for rank, (replica, interpreter) in enumerate(zip(self._replicas, interpreters, strict=True)):
             with self._errors_of(rank, "update"):
                 replica.update(step, interpreter.total, interpreter.summary())
+
+    def _update_after(self, captured: CapturedStep, step: int) -> None:
+        """The update after a replay: the run's first is eager and makes the optimizer's state; others are captured."""
+        settings = [replica.update_settings() for replica in self._replicas]
+        if None in settings:
+            self._update(captured.interpreters, step)
+            return
+        for replica in self._replicas:
+            replica.begin_update(step)
+        if captured.update is None and settings == self._last_settings:
+            captured.update, _ = self._capture.capture(lambda: self._apply(captured), list, warms_up=False)
+            captured.update_settings = settings
+        if captured.update is None or settings != captured.update_settings:  # a scheduler changes more than the rate
+            self._apply(captured)
+        else:
+            captured.update()
+        self._last_settings = settings
+        for replica in self._replicas:
+            replica.end_update()
+
+    def _apply(self, captured: CapturedStep) -> None:
+        for rank, (replica, interpreter) in enumerate(zip(self._replicas, captured.interpreters, strict=True)):
+            with self._errors_of(rank, "update"):
+                replica.apply_update(interpreter.total, interpreter.summary())
 
     def _discard(self) -> None:
         self._captured.clear()

@@ -80,6 +80,10 @@ class Engine(Protocol):
         """Executes a step. Nobody waits for anybody in the update: a step is done, or has not happened."""
         ...
 
+    def use_captures(self, captures: list[Any]) -> None:
+        """From now on, each local rank captures its own shards (`rank_capture.py`)."""
+        ...
+
     def each(self, phase: str, work: Callable[..., Any], *lists: Sequence[Any]) -> list[Any]:
         """`work(rank, device, ...)` for each local rank, all at the same time, with its entries of `lists`."""
         ...

@@ -43,6 +43,7 @@ class InProcess:
         self.num_ranks = len(devices)
         self.local_ranks = range(self.num_ranks)
         self.traces: list[Trace] = []  # one for each rank, while a run is traced
+        self._captures: list[Any] = []  # one for each rank, where each captures its own shards
         self._memories: list[Device] = []  # where each rank's tensors are: logical CPU devices may share one memory
         self._positions = [Position() for _ in devices]
         self._undo = ExitStack()
@@ -71,7 +72,7 @@ class InProcess:
 
     def close(self) -> None:
         """Ends the worker threads and puts the framework's settings back. Twice does no harm."""
-        self._schedule, self._interpreters = None, []
+        self._schedule, self._interpreters, self._captures = None, [], []
         self._undo.close()
 
     def _start_worker(self, rank: int, device: Device) -> Device:
@@ -98,6 +99,9 @@ class InProcess:
         futures = [w.submit(i.run, work, replica, self._start_exchange) for w, i, replica in ranks]
         return StepResult.of_ranks(self._results(futures)[0])
 
+    def use_captures(self, captures: list[Any]) -> None:
+        self._captures, self._schedule = captures, None
+
     def _connect(self, schedule: Schedule) -> None:
         """Interpreters for a schedule, connected to each other; kept while the schedule stays the same."""
         timeout = None if schedule.overlaps else self.timeout  # if it overlaps, the wait for it has the deadline
@@ -106,7 +110,8 @@ class InProcess:
         for rank, device in enumerate(self.devices):
             trace = self.traces[rank] if self.traces else None
             own = Rank(rank, device, self.backend, self._positions[rank], trace)
-            self._interpreters.append(Interpreter(own, schedule, self._group.transport(rank)))
+            capture = self._captures[rank] if self._captures else None
+            self._interpreters.append(Interpreter(own, schedule, self._group.transport(rank), capture=capture))
         if schedule.overlaps and not self._comm_threads:
             for rank, device in enumerate(self.devices):
                 self._comm_threads.append(RankThread(f"lockstep-exchange-{rank}"))

@@ -6,7 +6,7 @@ Engines differ in who calls it: a thread for each rank, the main thread of a ran
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from lockstep.backends import Tensor
 from lockstep.core.errors import LockstepError, RankError
@@ -38,11 +38,28 @@ StartExchange = Callable[["Interpreter"], Callable[[], Any]]  # starts `exchange
 FusedAdd = Callable[[str, list[Tensor]], Tensor]  # the sum of x0, x1, ... in these brackets, in one kernel
 
 
+class ComputeCapture(Protocol):
+    """Replaces the first phase of a step."""
+
+    fused_add: FusedAdd
+
+    def compute(self, interpreter: "Interpreter", work: StepInput) -> bool:
+        """Does it, up to `AllGather`; False if the interpreter has to."""
+
+
 class Interpreter:
     """One rank's side of a schedule, which it runs step after step."""
 
-    def __init__(self, rank: Rank, schedule: Schedule, transport: Transport, fused_add: FusedAdd | None = None) -> None:
-        self.rank, self._transport, self._fused_add = rank, transport, fused_add
+    def __init__(
+        self,
+        rank: Rank,
+        schedule: Schedule,
+        transport: Transport,
+        fused_add: FusedAdd | None = None,
+        capture: ComputeCapture | None = None,
+    ) -> None:
+        self.rank, self._transport, self._capture = rank, transport, capture
+        self._fused_add = capture.fused_add if capture else fused_add
         self._entries, self._overlaps = schedule.entries, schedule.overlaps
         self.program: RankProgram = schedule.programs[rank.number]
         self.workspace = Workspace(rank.backend, rank.device, self.program)
@@ -51,6 +68,7 @@ class Interpreter:
         awaited = [i.leaf.entries for i in self.program.exchange if isinstance(i, WaitForBackward)]
         self._bucket_ranges = [self._in_vector(entries) for entries in awaited]
         self._buckets = BucketQueue(self._bucket_ranges)
+        self.own_shards = range(computed[0].start, computed[-1].stop) if computed else range(0)
         self._held: dict[Node, list[tuple[range, Tensor]]] = {}
         self._groups: dict[tuple[int, int], Communicate] = {}  # under way
         self.total: Tensor | None = None  # once the exchange is over
@@ -72,8 +90,10 @@ class Interpreter:
                 wait_for_exchange = start_exchange(self) if self._overlaps else None
                 rank.position.phase = "forward and backward"
                 with span(rank.position.phase):
+                    is_captured = self._capture is not None and self._capture.compute(self, work)
                     for instruction in self.program.compute:
-                        _HANDLERS[type(instruction)](self, instruction)
+                        if not is_captured or isinstance(instruction, AllGather):
+                            _HANDLERS[type(instruction)](self, instruction)
                 rank.position.phase = "exchange"
                 if wait_for_exchange is None:
                     self.exchange()
@@ -106,6 +126,15 @@ class Interpreter:
     def execute(self, instruction: Instruction) -> None:
         """One instruction, for callers that run all ranks on one thread."""
         _HANDLERS[type(instruction)](self, instruction)
+
+    def all_held(self) -> tuple[list[Leaf], dict[Node, list[tuple[range, Tensor]]]]:
+        """What its shards left, for `hold_all`."""
+        return self._leaves, self._held
+
+    def hold_all(self, held: dict[Node, list[tuple[range, Tensor]]], leaves: list[Leaf]) -> None:
+        """Its shards were computed by a replay: takes what they left."""
+        self._held = {node: list(values) for node, values in held.items()}
+        self._leaves = leaves
 
     def cancel(self) -> None:
         """This rank has failed: wakes the threads of this process that wait for it."""

@@ -22,6 +22,8 @@ from lockstep.runtime.store import LOOPBACK, Store, interface_of, prefix_store
 
 HEAD = 4096  # bytes of a first message: its length, and as much as fits; as a rule, that is all
 MESSAGES = 1 << 30  # the tag of what is no bucket of a vector
+SHARED_GPU = "LOCKSTEP_NCCL_SHARED_GPU"  # set to 1 in tests: NCCL between ranks on one GPU, which it refuses otherwise
+SPIN_SECONDS = 0.0005  # that a wait for NCCL takes all of a core
 Transfer = tuple[int, Tensor]  # a rank, and what is sent to it, or where what it sends is written to
 
 
@@ -44,7 +46,8 @@ class ProcessGroup:
         self.device = torch_device(devices[rank])
         gpus = [device for device in devices if device.kind == "cuda"]
         # NCCL refuses two ranks on one GPU: what they exchange goes through the CPU's memory
-        self._uses_nccl = bool(gpus) and (len(set(gpus)) == len(gpus) or address != LOOPBACK)
+        are_apart = len(set(gpus)) == len(gpus) or address != LOOPBACK
+        self._uses_nccl = bool(gpus) and (are_apart or os.environ.get(SHARED_GPU) == "1")
         limit = timedelta(seconds=timeout)
         try:
             options = dist.ProcessGroupGloo._Options()
@@ -55,6 +58,8 @@ class ProcessGroup:
             if self._uses_nccl:
                 if name := interface_of(address):
                     os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+                if not are_apart:  # it believes that they are on different machines
+                    os.environ |= {"NCCL_HOSTID": f"process-{os.getpid()}", "NCCL_IB_DISABLE": "1"}
                 nccl = dist.ProcessGroupNCCL.Options()
                 nccl._timeout = limit
                 self._nccl = dist.ProcessGroupNCCL(prefix_store("nccl", store), rank, self.size, nccl)
@@ -171,10 +176,12 @@ class ProcessGroup:
         deadline = time.monotonic() + self.timeout
         while works:
             if nccl:  # to wait for NCCL would only make the stream wait; Gloo's works never complete by themselves
+                began = time.monotonic()
                 while not works[0].is_completed():
-                    if time.monotonic() > deadline:
+                    now = time.monotonic()
+                    if now > deadline:
                         raise RuntimeError("Timed out waiting for NCCL")
-                    time.sleep(0)
+                    time.sleep(0.0 if now < began + SPIN_SECONDS else SPIN_SECONDS / 5)
             works[0].wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
             del works[0]
 

@@ -34,6 +34,7 @@ class Processes:
         self.local_ranks = range(self.rank, self.rank + 1)
         self.device = devices[self.rank]
         self.traces: list[Trace] = []  # that of this rank, while a run is traced
+        self._captures: list[Any] = []  # that of this rank, where its shards are captured
         self._group = group
         self._schedule: Schedule | None = None
         self._interpreter: Interpreter | None = None
@@ -58,7 +59,7 @@ class Processes:
         """Closes the connections and puts the framework's settings back. Twice does no harm."""
         if self._interpreter is not None:
             self._interpreter.cancel()
-        self._schedule = self._interpreter = None
+        self._schedule, self._interpreter, self._captures = None, None, []
         self._undo.close()
 
     def _end_comm_thread(self) -> None:
@@ -76,11 +77,16 @@ class Processes:
         self.set_phase("loading of samples")
         return StepResult.of_ranks(results)
 
+    def use_captures(self, captures: list[Any]) -> None:
+        self._captures, self._schedule = captures, None
+
     def interpreter(self, schedule: Schedule) -> Interpreter:
         """This rank's side of a schedule."""
         transport = ProcessTransport(self._group, ranks_with_shards(schedule), self.position)
         trace = self.traces[0] if self.traces else None
-        return Interpreter(Rank(self.rank, self.device, self.backend, self.position, trace), schedule, transport)
+        capture = self._captures[0] if self._captures else None
+        rank = Rank(self.rank, self.device, self.backend, self.position, trace)
+        return Interpreter(rank, schedule, transport, capture=capture)
 
     def _start_exchange(self, interpreter: Interpreter) -> Callable[[], Any]:
         """Runs the exchange on the comm thread; the function waits for it."""

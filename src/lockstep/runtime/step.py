@@ -21,6 +21,7 @@ class StepOptions(NamedTuple):
     exchange: str = "sharded"
     bucket_mb: float = BUCKET_MB
     shards_together: bool = False  # a rank's shards go through the model together (batch norm over the whole batch)
+    max_addends: int = 2  # of one addition
 
 
 def train_step(
@@ -34,7 +35,8 @@ def train_step(
     ranges = balance.ranges(len(shards), engine.num_ranks)
     entries = replicas[0].entries
     buckets = bucket_ranges(entries, options.bucket_mb, engine.num_ranks)
-    split = DataParallel(ranges, entries, buckets, options.exchange, options.shards_together)
+    together, max_addends = options.shards_together, options.max_addends
+    split = DataParallel(ranges, entries, buckets, options.exchange, together, max_addends)
     result = engine.run(data_parallel(split), replicas, StepInput(step, batch, shards))
     balance.record_times(ranges, result.seconds)
     return Resolved(result.losses)

@@ -13,6 +13,7 @@ from lockstep.data.resident import ResidentData
 from lockstep.models import Model
 from lockstep.optim.lr_schedule import LRSchedule
 from lockstep.optim.optimizers import OPTIMIZERS
+from lockstep.partition.batch import split_into_shards
 from lockstep.replicas.flat import FlatReplica, FlatTrainSpec
 from lockstep.training.task import Task, UserObjects, num_steps
 
@@ -27,6 +28,7 @@ def flat_task(config: RunConfig, backend: Backend, model: Model, data: Dataset, 
     assert config.learning_rate is not None, "a named optimizer has a default"
     initial = model.init(config.seed)
     layout = layout_of(initial)
+    shards = split_into_shards(config.batch_size, config.num_shards)
     spec = FlatTrainSpec(
         backend=backend,
         forward=model.forward,
@@ -34,9 +36,8 @@ def flat_task(config: RunConfig, backend: Backend, model: Model, data: Dataset, 
         optimizer=OPTIMIZERS[config.optimizer](config.learning_rate, config.momentum, config.weight_decay),
         lr_schedule=LRSchedule(config.schedule, config.warmup, num_steps(config, data.num_train)),
         clip_norm=config.clip_norm,
-        compiles=config.compile,
+        compiled_sizes=frozenset(map(len, shards)) if config.compile else frozenset(),
     )
-    compiles = config.compile and backend.capabilities.compiles == "on request"
 
     def replica(device: Device, weights: dict[str, Array], state_dict: Any) -> FlatReplica:
         flat = backend.from_numpy(layout.flatten([weights[name] for name in layout.names]), device)
@@ -47,8 +48,8 @@ def flat_task(config: RunConfig, backend: Backend, model: Model, data: Dataset, 
         initial=initial,
         parameters=list(initial),
         replica=replica,
-        train_set=lambda memory: ResidentData(memory, data.X_train, data.y_train, compiles),
-        test_set=(lambda memory: ResidentData(memory, data.X_test, data.y_test, compiles)) if data.num_test else None,
+        train_set=lambda memory: ResidentData(memory, data.X_train, data.y_train),
+        test_set=(lambda memory: ResidentData(memory, data.X_test, data.y_test)) if data.num_test else None,
         num_train=data.num_train,
         num_test=data.num_test,
         data_sha256=data.sha256,

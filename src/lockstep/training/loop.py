@@ -91,7 +91,7 @@ class Training:
             self._healing.remember(self.local_checkpoint)
             train_set = undo.enter_context(closing(task.train_set(engine)))
             test_set = undo.enter_context(closing(task.test_set(engine))) if task.test_set else None
-            self._steps = make_steps(config, engine, self._set.local, self._balance, train_set.in_memory)
+            self._steps = make_steps(config, engine, self._set.local, self._balance)
             undo.callback(delattr, self, "_steps")  # CUDA graphs hold memory of the GPU
             engine.traces[:] = [Trace() for _ in own_devices] if config.trace else []
             try:
@@ -102,7 +102,7 @@ class Training:
                     except Rollback as back:
                         self.progress = deepcopy(back.checkpoint.progress)
                         self._make_replicas(back.checkpoint)
-                        self._steps = make_steps(config, engine, self._set.local, self._balance, train_set.in_memory)
+                        self._steps = make_steps(config, engine, self._set.local, self._balance)
                         yield Incident("healed", str(back))
                 peaks = peaks_of(engine)
                 if config.trace:

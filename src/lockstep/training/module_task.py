@@ -22,12 +22,13 @@ from lockstep.data.resident import ResidentData
 from lockstep.models.losses import LOSSES, METRICS, PerSample
 from lockstep.optim.lr_schedule import LRSchedule
 from lockstep.optim.torch_optimizers import MakeOptimizer, OptimizerSettings, named_optimizer, user_optimizer
+from lockstep.partition.batch import split_into_shards
 from lockstep.replicas.memory_format import wants_channels_last
 from lockstep.replicas.module import TrainSpec
 from lockstep.replicas.module_capture import CapturableModuleReplica
 from lockstep.replicas.module_state import arrays_of, copy_of, load
 from lockstep.training.task import Task, UserObjects, num_steps
-from lockstep.training.validation import check_compilable, check_objects, check_smallest_shard, made_module
+from lockstep.training.validation import check_objects, check_smallest_shard, made_module
 
 
 def module_task(config: RunConfig, devices: list[Device], model: Any, data: Any, objects: UserObjects) -> Task:
@@ -43,6 +44,7 @@ def module_task(config: RunConfig, devices: list[Device], model: Any, data: Any,
     loss = _callable(config.loss if objects.loss is None else objects.loss, LOSSES, "loss")
     if objects.metrics is not None and test is None:
         raise ConfigError("There are metrics and no test samples to measure. Give both parts: data=(training, test).")
+    shards = split_into_shards(config.batch_size, config.num_shards)
     spec = TrainSpec(
         module=module,
         loss=loss,
@@ -55,12 +57,12 @@ def module_task(config: RunConfig, devices: list[Device], model: Any, data: Any,
         sync_batch_norm=config.batch_norm == "sync",
         precision=config.precision,
         channels_last=wants_channels_last(module, devices[0], config.precision),
-        compiles=config.compile,
+        compiled_sizes=frozenset(map(len, shards)) if config.compile else frozenset(),
     )
     check_objects(config, spec)
     check_smallest_shard(config, module, train, num_train)
-    if config.compile:
-        check_compilable(config, module, train)
+    if config.compile and config.batch_norm == "sync":
+        raise ConfigError("A compiled model cannot wait for statistics of the whole batch. Leave --compile out.")
     for what, part in (("training", train), ("test", test)):
         if part is not None and not isinstance(part, tuple):
             check_keyed(part, what, config.seed)
@@ -121,7 +123,7 @@ def length_of(part: Any) -> int:
 def batch_source(memory: DeviceMemory, part: Any, what: str, config: RunConfig) -> BatchSource:
     """The batches of a part."""
     if isinstance(part, tuple):
-        return ResidentData(memory, part[0], part[1], config.compile)
+        return ResidentData(memory, part[0], part[1])
     workers = min(4, cpu().num_cores) if config.workers is None else config.workers
     num_processes = memory.num_ranks // len(memory.local_ranks)
     return Loader(memory, part, what, config.seed, -(-workers // num_processes))
@@ -148,7 +150,7 @@ def notes(config: RunConfig, devices: list[Device], num_train: int) -> tuple[str
     found, steps = [], num_steps(config, num_train)
     if config.warmup > steps:
         found.append(f"The warm-up of {config.warmup} steps is longer than the run of {steps}.")
-    can_ask = devices[0].kind == "cpu" or config.engine == "inprocess"  # to ask a GPU rules out forking afterwards
+    can_ask = devices[0].kind == "cpu" or config.engine != "processes"  # to ask a GPU rules out forking afterwards
     if config.precision == "bf16" and can_ask and not _has_bfloat16(devices[0]):
         found.append("This device has no bfloat16 arithmetic: bf16 will be slower than fp32.")
     return tuple(found)

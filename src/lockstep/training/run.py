@@ -14,7 +14,7 @@ from lockstep.report.events import Event, Result, RunDone, RunStopped
 from lockstep.report.runlog import RunLog
 from lockstep.training.loop import Training
 from lockstep.training.resume import opened_run
-from lockstep.training.setup import inprocess_engine
+from lockstep.training.setup import inprocess_engine, with_engine
 from lockstep.training.task import UserObjects
 
 
@@ -26,6 +26,7 @@ def run(config: RunConfig, objects: UserObjects | None = None, quiet: bool = Fal
         from lockstep.training.torchrun import TorchrunRank  # loads its framework
 
         return TorchrunRank(replace(config, engine="processes"), env, quiet).train(objects, resume)
+    config = with_engine(config)
     with opened_run(config, objects, resume) as (prepared, log, start):
         if config.engine == "processes":
             from lockstep.training.elastic import train_in_processes  # loads its framework

@@ -1,6 +1,7 @@
 """Assembles a run: backend, devices and task from its settings, then the engine and the steps."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from lockstep.backends import Backend, devices_for, load_backend
@@ -51,7 +52,8 @@ def prepare(
     if config.on_hang == "drop" and config.engine != "processes":
         raise ConfigError("--on-hang drop needs --engine processes: a thread that hangs cannot be dropped.")
     backend = load_backend(config.backend)
-    pick({name: ENGINES[name] for name in backend.capabilities.engines}, config.engine, f"engine for {backend.name}")
+    engines = {name: ENGINES[name] for name in ("auto", *backend.capabilities.engines)}
+    pick(engines, config.engine, f"engine for {backend.name}")
     if devices is None:
         devices = devices_for(backend, config.devices, at_most=config.num_shards)
     if trains:
@@ -66,6 +68,21 @@ def prepare(
     from lockstep.training.module_task import module_task  # loads its framework
 
     return Prepared(backend, devices, module_task(config, devices, model, data, objects))
+
+
+def with_engine(config: RunConfig) -> RunConfig:
+    """The settings of a run with an engine that is chosen for its devices, where they leave it open.
+
+    Threads share Python's lock, which several GPUs would wait for. Forked processes need a program that has not used a
+    GPU itself.
+    """
+    if config.engine != "auto":
+        return config
+    backend = load_backend(config.backend)
+    devices = devices_for(backend, config.devices, at_most=config.num_shards)
+    has_gpus = len(devices) > 1 and len({device for device in devices if device.kind == "cuda"}) == len(devices)
+    forks = has_gpus and "processes" in backend.capabilities.engines and backend.can_fork()
+    return replace(config, engine="processes" if forks else "inprocess")
 
 
 def find_model(config: RunConfig, objects: UserObjects) -> Any:
@@ -102,11 +119,9 @@ def inprocess_engine(config: RunConfig, prepared: Prepared) -> InProcess:
     return InProcess(prepared.backend, prepared.devices, config.timeout, pins=pins)
 
 
-def make_steps(
-    config: RunConfig, engine: Engine, replicas: Sequence[Replica], balance: Balance, in_memory: bool
-) -> Steps:
+def make_steps(config: RunConfig, engine: Engine, replicas: Sequence[Replica], balance: Balance) -> Steps:
     """The steps of a run: captured as CUDA graphs where possible, else eager."""
     options = StepOptions(config.num_shards, config.exchange, config.bucket_mb, config.batch_norm == "sync")
-    if not config.capture or config.trace or config.engine != "inprocess":
+    if not config.capture or config.trace:
         return EagerSteps(engine, replicas, options, balance)
-    return captured_or_eager_steps(engine, replicas, options, balance, in_memory)
+    return captured_or_eager_steps(engine, replicas, options, balance)

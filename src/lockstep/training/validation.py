@@ -1,6 +1,5 @@
 """Validation of user objects before anything starts: module, loss, optimizer, scheduler."""
 
-import contextlib
 import copy
 from functools import partial
 from typing import Any
@@ -18,7 +17,6 @@ from lockstep.data import Dataset
 from lockstep.data.dataset import map_leaves
 from lockstep.data.seeded import seeded
 from lockstep.models import BuiltIn
-from lockstep.replicas.keyed_random import KeyedRandom
 from lockstep.replicas.module import TrainSpec
 from lockstep.replicas.module_state import call, copy_of, modules_in_eval_mode, put_in_eval_mode
 
@@ -100,18 +98,6 @@ def check_smallest_shard(config: RunConfig, module: nn.Module, train: Any, num_t
             f"batches of {config.batch_size} leave a batch of {rest} for {config.num_shards} shards. Use {fewer}"
             f"another batch size, or the whole batch's statistics (--batch-norm sync)."
         ) from problem
-
-
-def check_compilable(config: RunConfig, module: nn.Module, train: Any) -> None:
-    """Refuses to compile a model that draws random numbers; tries it on two samples."""
-    if config.batch_norm == "sync":
-        raise ConfigError("A compiled model cannot wait for statistics of the whole batch. Leave --compile out.")
-    random, copied = KeyedRandom(torch.device("cpu")), _training_copy(module)
-    with contextlib.suppress(Exception), torch.no_grad(), random.start(config.seed):
-        call(copied, map_leaves(_first_sample(train), lambda tensor: torch.cat([tensor, tensor])))
-    if random.has_drawn:
-        why = "compiled, it draws them in the order of execution, and the weights depend on the number of devices"
-        raise ConfigError(f"The model draws random numbers (dropout?): {why}. Leave --compile out, or the dropout.")
 
 
 def _training_copy(module: nn.Module) -> nn.Module:

@@ -5,7 +5,10 @@ measured, it waits for the next command and computes nothing.
 """
 
 import importlib.util
+from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from lockstep.bench.workload import Workload
@@ -45,26 +48,43 @@ class Contender(NamedTuple):
     packages: tuple[str, ...] = ()  # one of them must be installed
     is_parallel: bool = False  # it has a process for each device
     is_own: bool = False  # it has `finish`, which gives the weights: the same for every number of devices
+    settings: Mapping[str, Any] = MappingProxyType({})  # of our own step, where it is measured in several ways
+    optimizers: tuple[str, ...] = ("sgd", "adamw")
 
     def make(self, workload: Workload, rank: ContenderRank) -> Runner:
         """The contender, set up in this process."""
         module, _, function = self.factory.partition(":")
+        workload = replace(workload, settings={**workload.settings, **self.settings})
         runner: Runner = getattr(import_module(f"{__name__}.{module}"), function)(workload, rank)
         return runner
 
-    def problem(self) -> str:
+    def problem(self, workload: Workload) -> str:
         """Why it cannot be measured; empty if it can."""
+        if workload.optimizer not in self.optimizers:
+            return f"it has no {workload.optimizer}"
         is_installed = not self.packages or any(map(importlib.util.find_spec, self.packages))
         return "" if is_installed else f"not installed: {INSTALL}"
 
 
-OURS, ONE_DEVICE, ONE_SHARD = "lockstep", "lockstep-1-device", "lockstep-1-shard"
+OURS, ONE_DEVICE, ONE_SHARD, COMPILED = "lockstep", "lockstep-1-device", "lockstep-1-shard", "lockstep-compiled"
+SHARD_COUNTS = {
+    f"lockstep-{number}-shard{'s' * (number > 1)}": Contender(
+        "lockstep:LockstepRun",
+        f"the same with {number} shard{'s' * (number > 1)} a batch: what they cost",
+        is_own=True,
+        settings={"num_shards": number},
+    )
+    for number in (1, 2, 4, 16)
+}
 CONTENDERS = {
     OURS: Contender("lockstep:LockstepRun", "the step of `lockstep train`", is_own=True),
     ONE_DEVICE: Contender("lockstep:one_device", "the same on the first device alone", is_own=True),
-    ONE_SHARD: Contender("lockstep:one_shard", "the same without shards: what they cost", is_own=True),
-    "text": Contender("text:text", "the text's program: replicas in one process, loader with 4 processes"),
-    "text-in-memory": Contender("text:text_in_memory", "the same with its data in memory"),
+    COMPILED: Contender("lockstep:LockstepRun", "the same with --compile", is_own=True, settings={"compile": True}),
+    **SHARD_COUNTS,
+    "text": Contender(
+        "text:text", "the text's program: replicas in one process, loader with 4 processes", optimizers=("sgd",)
+    ),
+    "text-in-memory": Contender("text:text_in_memory", "the same with its data in memory", optimizers=("sgd",)),
     "ddp": Contender("distributed:ddp", "DistributedDataParallel with a loader and default settings", is_parallel=True),
     "ddp-best": Contender("distributed:ddp_best", "DistributedDataParallel with its best settings", is_parallel=True),
     "ddp-compiled": Contender("distributed:ddp_compiled", "the same through torch.compile", is_parallel=True),
@@ -78,5 +98,6 @@ EXCHANGES = Contender("exchanges:Exchanges", "the exchanges and all_reduce, in t
 
 def default_contenders(num_devices: int, is_on_gpu: bool) -> list[str]:
     """Those that are measured if the user names none."""
-    left_out = {"ddp-compiled", ONE_DEVICE if num_devices == 1 else "", "" if is_on_gpu else ONE_SHARD}
+    left_out = {"ddp-compiled", COMPILED, *SHARD_COUNTS, ONE_DEVICE if num_devices == 1 else ""}
+    left_out -= {ONE_SHARD} if is_on_gpu else set()
     return [name for name in CONTENDERS if name not in left_out]

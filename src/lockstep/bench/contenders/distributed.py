@@ -20,7 +20,7 @@ from lockstep.backends.hardware import cpu
 from lockstep.backends.torch import torch_device
 from lockstep.bench.contenders import ContenderRank
 from lockstep.bench.contenders.batches import from_loader, from_memory
-from lockstep.bench.contenders.models import loss_sum, module_for, set_precision
+from lockstep.bench.contenders.models import loss_sum, module_for, peak_gpu_bytes, set_precision
 from lockstep.bench.workload import Workload, load_samples
 from lockstep.core.device import Device
 from lockstep.partition.batch import even_ranges
@@ -28,6 +28,7 @@ from lockstep.runtime.store import LOOPBACK, join_store, prefix_store
 
 TIMEOUT_SECONDS = 600.0  # of the process group
 NUM_WORKERS = 2  # of each rank's DataLoader
+OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 BEST = {"gradient_as_bucket_view": True, "static_graph": True, "broadcast_buffers": False}
 
 
@@ -75,7 +76,7 @@ class DistributedTraining:
         if tuning.channels_last:
             module = module.to(memory_format=torch.channels_last)
         fused = {"fused": True} if self._best else {}
-        optimizer = torch.optim.SGD(module.parameters(), lr=workload.learning_rate, **fused)
+        optimizer = OPTIMIZERS[workload.optimizer](module.parameters(), lr=workload.learning_rate, **fused)
         self._module, self._optimizer = self._library.wrap(module, optimizer)
         if self._best:
             self._batches = from_memory(workload, self._data, self._part, device, tuning.channels_last)
@@ -115,7 +116,8 @@ class DistributedTraining:
             self._library.backward(loss)
             self._optimizer.step()
         barrier(self._device)
-        return {"seconds": time.perf_counter() - began, "loss": float(loss)}
+        seconds, gpus = time.perf_counter() - began, [self._device.index] if self._device.type == "cuda" else []
+        return {"seconds": seconds, "loss": float(loss), "peak_bytes": peak_gpu_bytes(gpus)}
 
     def close(self) -> None:
         """Exits at once: there is nothing to save, and libraries take seconds to shut down."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from lockstep.bench.contenders import ContenderRank
+from lockstep.bench.contenders.models import peak_gpu_bytes
 from lockstep.bench.workload import Workload, load_samples
 from lockstep.core.device import Device
 from lockstep.core.layout import sha256_of
@@ -23,8 +24,10 @@ class LockstepRun:
     def __init__(self, workload: Workload, rank: ContenderRank) -> None:
         data = load_samples(workload)
         self._config = workload.config()
+        devices = workload.devices[: self._config.num_shards]
+        self._config = replace(self._config, devices=",".join(devices))
         self._prepared = prepare(self._config, UserObjects(data=(data.X_train, data.y_train)))
-        self._gpus = {Device(name).number for name in workload.devices} if workload.is_on_gpu else set()
+        self._gpus = {Device(name).number for name in devices} if workload.is_on_gpu else set()
         self._engine = inprocess_engine(self._config, self._prepared)
         self._engine.__enter__()
         self._training = Training(self._config, self._prepared, self._engine, ResumePoint())
@@ -42,7 +45,8 @@ class LockstepRun:
         self._synchronize()
         seconds = time.perf_counter() - began
         losses = self._training.progress.losses[-self._config.num_shards :]  # of the last step's shards
-        return {"seconds": seconds, "loss": math.fsum(losses) / self._config.batch_size}
+        loss = math.fsum(losses) / self._config.batch_size
+        return {"seconds": seconds, "loss": loss, "peak_bytes": peak_gpu_bytes(self._gpus)}
 
     def finish(self) -> dict[str, Any]:
         """The hash of the weights; on GPUs, where steps may be in flight, at the end of the epoch."""
@@ -71,9 +75,3 @@ class LockstepRun:
 def one_device(workload: Workload, rank: ContenderRank) -> LockstepRun:
     """The same run on the first device alone: with the same bits."""
     return LockstepRun(replace(workload, devices=workload.devices[:1]), rank)
-
-
-def one_shard(workload: Workload, rank: ContenderRank) -> LockstepRun:
-    """Another run, in which a batch is one shard."""
-    settings = {**workload.settings, "num_shards": 1}
-    return LockstepRun(replace(workload, devices=workload.devices[:1], num_shards=1, settings=settings), rank)

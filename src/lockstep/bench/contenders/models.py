@@ -1,5 +1,7 @@
 """The models as PyTorch modules with the initial weights of our own run; their loss and precision."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -35,6 +37,11 @@ def module_for(workload: Workload, data: Dataset) -> nn.Module:
 def loss_sum(scores: Tensor, y: Tensor) -> Tensor:
     """The cross-entropy, summed over samples; the mean over labels where a sample has several."""
     return F.cross_entropy(scores.float(), y, reduction="sum") / y[0].numel()
+
+
+def peak_gpu_bytes(gpus: Iterable[int]) -> int:
+    """The most memory that this process had in use on one of these GPUs."""
+    return max((torch.cuda.max_memory_allocated(number) for number in gpus), default=0)
 
 
 def set_precision(precision: str) -> None:

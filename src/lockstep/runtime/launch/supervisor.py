@@ -56,6 +56,7 @@ class Supervisor:
         self._by_rank: list[int] = []
         self._failed_at: float | None = None  # when the first of this generation reported that its peers failed
         self._num_read = 0  # of these reports
+        self._accounts: list[str] = []  # what they say
         self._stragglers: list[int] = []  # ranks of this generation that hang
         self._dropped: set[int] = set()  # workers that were ended for it
         self._notes: list[str] = []  # that no generation has shown yet
@@ -133,16 +134,18 @@ class Supervisor:
             self._num_read += 1
             said = json.loads(self._store.get(key))
             self._failed_at = self._failed_at or time.monotonic()
+            self._accounts.append(said["account"])
             if said["stragglers"] and not self._stragglers:
                 self._hang(said["stragglers"], said["said"])
         if self._failed_at is not None and time.monotonic() > self._failed_at + GRACE_SECONDS and not self._stragglers:
             if not self._restarts_left:
                 raise WorkerFailed(
-                    "The connections between the ranks broke, and no restart is left (--max-restarts). Check the "
-                    "memory and the network of this machine."
+                    f"The connections between the ranks broke, though none of them died: {'; '.join(self._accounts)}. "
+                    f"No restart is left (--max-restarts). Check the memory and the network of this machine; with "
+                    f"GPUs, NCCL_DEBUG=WARN in the environment says more, and --engine inprocess needs no connections."
                 )
             self._restarts_left -= 1
-            self._next_generation(["the connections between the ranks broke, and are made anew"])
+            self._next_generation([f"the connections between the ranks broke and are made anew: {self._accounts[0]}"])
 
     def _hang(self, stragglers: list[int], said: str) -> None:
         sentence = f"the others waited {self._timeout:g} s (--timeout): {said}"
@@ -162,7 +165,7 @@ class Supervisor:
         self._num_passed_on = len(self._notes)
         self._generation += 1
         self._by_rank = sorted(self._workers, key=lambda worker: self._workers[worker][1])
-        self._failed_at, self._num_read, self._stragglers = None, 0, []
+        self._failed_at, self._num_read, self._stragglers, self._accounts = None, 0, [], []
         record = {
             "workers": self._by_rank,
             "devices": [str(self._slots[self._workers[worker][1]]) for worker in self._by_rank],

@@ -92,17 +92,20 @@ class WorkerClient:
         time.sleep(POLL_SECONDS / 5)
 
     def report_failure(self, generation: Generation, failure: PeerFailure) -> None:
-        """Tells the supervisor that other ranks failed, and who did not arrive."""
+        """Tells the supervisor that other ranks failed, where this one was, and who did not arrive."""
         stragglers: list[int] = []
-        said = str(failure)
+        rank, said = generation.workers.index(self.worker), str(failure)
+        where = f"{self.position.phase} of step {self.position.step}"
+        account = f"rank {rank} ({generation.devices[rank]}) was in {where} ({said.rstrip('.')})"
         if failure.stragglers:
             stragglers = list(failure.stragglers)
             said = "; ".join(f"rank {rank} ({generation.devices[rank]}) has not arrived" for rank in stragglers)
         elif failure.timed_out and not self._store.check([f"generation/{generation.number + 1}"]):
-            rank, names = generation.workers.index(self.worker), list(map(str, generation.workers))
+            names = list(map(str, generation.workers))
             stragglers, said = find_stragglers(self._store, names, generation.devices, rank)
         number = self._store.add(f"failure/{generation.number}", 1)
-        self._store.set(f"failure/{generation.number}/{number}", json.dumps({"stragglers": stragglers, "said": said}))
+        report = {"stragglers": stragglers, "said": said, "account": account}
+        self._store.set(f"failure/{generation.number}/{number}", json.dumps(report))
 
     def report_error(self, sentence: str, exit_status: int, trace: str) -> None:
         """Tells the supervisor why this worker ends."""
