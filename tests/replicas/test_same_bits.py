@@ -116,9 +116,9 @@ def plain_loop(module, data, batch_size, make_optimizer):
         for number, shard in enumerate(split_into_shards(len(chosen), NUM_SHARDS)):
             torch.manual_seed(shard_seed(0, step, number))
             own = chosen[shard.start : shard.stop]
-            F.cross_entropy(module(channels_last(X[own])), y[own], reduction="none").reshape(len(own), -1).mean(
-                1
-            ).sum().backward()
+            scores = module(channels_last(X[own])).movedim(1, -1)  # classes last, for the same kernels
+            losses = F.cross_entropy(scores.flatten(0, -2), y[own].flatten(), reduction="none")
+            losses.reshape(len(own), -1).mean(1).sum().backward()
             gradients.append([param.grad for param in params])
             optimizer.zero_grad()
         for param, leaves in zip(params, zip(*gradients, strict=True), strict=True):

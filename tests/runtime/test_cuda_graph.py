@@ -18,16 +18,24 @@ class FakeCapture:
 
     def __init__(self):
         self.num_captured, self.num_replayed, self.num_forks = 0, 0, 0
-        self._capturing = threading.local()  # ranks capture and replay on threads of their own
-        self.overwritten = None  # what is written in a capture, which only launches it, has to be as it was
+        self._thread = threading.local()  # ranks capture and replay on threads of their own
 
     @property
     def is_capturing(self):
-        return getattr(self._capturing, "value", False)
+        return getattr(self._thread, "is_capturing", False)
 
     @is_capturing.setter
     def is_capturing(self, value):
-        self._capturing.value = value
+        self._thread.is_capturing = value
+
+    @property
+    def overwritten(self):
+        """What is written in a capture, which only launches it, has to be as it was."""
+        return getattr(self._thread, "overwritten", None)
+
+    @overwritten.setter
+    def overwritten(self, value):
+        self._thread.overwritten = value
 
     @contextmanager
     def stream(self):

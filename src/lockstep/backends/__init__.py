@@ -17,8 +17,10 @@ from lockstep.backends.protocol import (
     LossSum,
     OnReady,
     Ops,
+    Pieces,
     RecordEvent,
     Tensor,
+    flat,
 )
 from lockstep.core.device import MAX_DEVICES, Device, check_devices, choose_devices
 from lockstep.core.errors import BackendError, ConfigError, first_line
@@ -34,11 +36,13 @@ __all__ = [
     "LossSum",
     "OnReady",
     "Ops",
+    "Pieces",
     "RecordEvent",
     "Tensor",
     "backend_of",
     "backend_of_all",
     "devices_for",
+    "flat",
     "is_installed",
     "load_backend",
     "named_devices",

@@ -6,7 +6,7 @@ without the feature: no GPUs, no compiler, no CUDA graphs, immutable tensors. A 
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
@@ -23,6 +23,23 @@ LossSum = Callable[[list[Tensor], Tensor, Tensor], Tensor]  # (params, X, y) -> 
 Function = TypeVar("Function", bound=Callable[..., Any])
 RecordEvent = Callable[[], Callable[[], None]]  # records an event on the device; the function it returns waits for it
 OnReady = Callable[[Tensor, int, RecordEvent], None]  # (gradient, start, ...): complete from `start` on after the event
+
+
+class Pieces(ABC):
+    """A flat vector that is still in pieces: a gradient as the framework leaves it."""
+
+    @abstractmethod
+    def flat(self) -> Tensor:
+        """The vector."""
+
+    @abstractmethod
+    def added(self, brackets: str, others: Sequence["Pieces"]) -> Tensor:
+        """The sum of this one (x0) and others (x1, ...) in these brackets, as a vector."""
+
+
+def flat(vector: Tensor | Pieces) -> Tensor:
+    """A vector in one piece."""
+    return vector.flat() if isinstance(vector, Pieces) else vector
 
 
 class Capabilities(NamedTuple):

@@ -101,7 +101,8 @@ class TorchBackend(Backend):
         return TorchGraphCapture(torch_device(devices[0]), rank)
 
     def compile(self, function: Function) -> Function:
-        return _compiled(function)
+        with _PREPARING:
+            return _compiled(function)
 
     # --- tensors ---
 
@@ -211,6 +212,9 @@ def plain_errors(kind: str) -> Iterator[None]:
             f"{operation} has no deterministic mode in PyTorch on {kind}, so the weights would differ from run to run. "
             "Use another operation instead."
         ).with_traceback(problem.__traceback__) from None
+
+
+_PREPARING = threading.Lock()  # threads of several ranks would import PyTorch's compiler at the same time
 
 
 @cache  # one for all replicas

@@ -12,7 +12,8 @@ from lockstep.core.errors import CaptureError, first_line
 
 NUM_SLOTS = 64  # copies to the host at the same time; more than there are steps in flight
 NUM_STREAMS = 16  # for shards side by side
-SIDE_BY_SIDE_BYTES = 2 << 30  # shards that would take more memory together go two at a time: a GPU is busy with two
+SIDE_BY_SIDE_BYTES = 2 << 30  # shards that would take more memory together go a few at a time
+NUM_LARGE = 2  # so many: a GPU is busy with two
 
 
 class HostCopy:
@@ -117,7 +118,9 @@ class TorchGraphCapture:
             finally:
                 found, self._warm_up = self._warm_up, None
             fits = found.num_shards * found.bytes_of_shard <= SIDE_BY_SIDE_BYTES
-            self._num_streams = 1 if self._is_serial else NUM_STREAMS if fits else 2
+            self._num_streams = 1 if self._is_serial else NUM_STREAMS if fits else NUM_LARGE
+            self._main.synchronize()
+            torch.cuda.empty_cache()  # the graph has memory of its own
         self._main.synchronize()
         graph = torch.cuda.CUDAGraph()
         for generator in generators():

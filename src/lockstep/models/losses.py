@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
+from lockstep.backends.torch_cross_entropy import can_fuse, fused_cross_entropy
 from lockstep.core.errors import ConfigError, RunError
 
 IGNORED = -100  # the label of positions that do not count, in PyTorch
@@ -21,10 +22,15 @@ def cross_entropy(scores: Any, y: Tensor) -> Tensor:
             f"second, as in PyTorch: (samples, classes, positions). Use scores.transpose(1, 2) in the model."
         )
     if scores.ndim > 2 and y.ndim == scores.ndim - 1:  # classes last, as most models compute them: kernels are faster
-        losses = F.cross_entropy(scores.movedim(1, -1).flatten(0, -2), y.flatten(), reduction="none").view(y.shape)
-    else:
-        losses = F.cross_entropy(scores, y, reduction="none")
-    return _over_positions(losses, _counts(y))
+        rows, labels = scores.movedim(1, -1).flatten(0, -2), y.flatten()
+        return _over_positions(_cross_entropy_of_rows(rows, labels).view(y.shape), _counts(y))
+    return _over_positions(_cross_entropy_of_rows(scores, y), _counts(y))
+
+
+def _cross_entropy_of_rows(scores: Tensor, y: Tensor) -> Tensor:
+    if can_fuse(scores, y):
+        return fused_cross_entropy(scores, y, IGNORED)
+    return F.cross_entropy(scores if scores.dtype.itemsize >= 4 else scores.float(), y, reduction="none")
 
 
 def mse(predicted: Any, y: Tensor) -> Tensor:

@@ -80,6 +80,9 @@ class FlatReplica(Capturable):
         flat = self._spec.backend.to_numpy(self.flat).copy()  # to_numpy may be a view
         return dict(zip(layout.names, layout.unflatten(flat), strict=True))
 
+    def is_finite(self) -> bool:
+        return bool(np.isfinite(self._spec.backend.to_numpy(self.flat)).all())
+
     def fingerprints(self) -> dict[str, str]:
         return {name: sha256_of([array]) for name, array in self.arrays().items()}
 

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from lockstep.backends import OnReady
+from lockstep.backends import OnReady, Pieces
+from lockstep.backends.torch_gradient_pieces import GradientPieces
 from lockstep.backends.torch_gradient_vector import GradientVector
+from lockstep.backends.torch_kernels import can_compile_kernels
 from lockstep.core.errors import CaptureError, RunError
 from lockstep.core.layout import Layout
 from lockstep.replicas.keyed_random import NoDraws
@@ -52,8 +54,8 @@ class Gradients:
         self._check_dense(gradients)
         return gradients, vector.complete()
 
-    def captured(self, loss: Tensor, edges: Sequence[GradientEdge]) -> tuple[list[Tensor | None], Tensor]:
-        """The same in a CUDA graph capture, for the parameters of these edges."""
+    def captured(self, loss: Tensor, edges: Sequence[GradientEdge]) -> tuple[list[Tensor | None], Tensor | Pieces]:
+        """The same in a CUDA graph capture, for the parameters of these edges; in pieces, where these can be added."""
         originals = [get_gradient_edge(param) for param in self._originals]
         edge, wanted, one = get_gradient_edge(loss), [*edges, *originals], torch.ones_like(loss)
         try:
@@ -65,32 +67,27 @@ class Gradients:
             raise CaptureError("the model uses activation checkpointing with use_reentrant=True") from problem
         self._check_originals(gradient is not None for gradient in found[len(edges) :])
         gradients = list(found[: len(edges)])
+        if self._device.type == "cuda" and can_compile_kernels():
+            return gradients, self._pieces(gradients)
         return gradients, self.flat(gradients)
 
     def flat(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """All of them as one vector."""
         self._check_dense(gradients)
         if self._device.type == "cuda":
-            return self._copied(gradients)
+            return self._pieces(gradients).flat()  # with few kernels
         pieces: list[Tensor] = []
         for param, gradient, gap in zip(self._params, gradients, self._gaps, strict=True):
             pieces += [flat_in_memory_order(torch.zeros_like(param) if gradient is None else gradient, param), gap]
         return torch.cat(pieces)
 
-    def _copied(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """The same with few kernels; gradients of bf16 copies of parameters become float32."""
-        vector = torch.empty(self._layout.size, dtype=torch.float32, device=self._device)
-        split = vector.split(self._layout.pieces)
-        filled, empty = [], [gap for gap in split[1::2] if len(gap)]
-        for piece, param, gradient in zip(split[::2], self._params, gradients, strict=True):
-            if gradient is None:
-                empty.append(piece)
-            else:
-                filled.append((piece, flat_in_memory_order(gradient, param)))
-        if empty:
-            torch._foreach_zero_(empty)
-        torch._foreach_copy_([piece for piece, _ in filled], [gradient for _, gradient in filled])
-        return vector
+    def _pieces(self, gradients: Sequence[Tensor | None]) -> GradientPieces:
+        self._check_dense(gradients)
+        pieces = [
+            None if gradient is None else flat_in_memory_order(gradient, param)
+            for gradient, param in zip(gradients, self._params, strict=True)
+        ]
+        return GradientPieces(self._layout, pieces, self._device)
 
     def clear(self) -> None:
         """Removes them from all parameters; an optimizer may not have all of those."""

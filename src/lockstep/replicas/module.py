@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.backends import Pieces
 from lockstep.backends.torch import BACKEND, plain_errors, torch_device
 from lockstep.backends.torch_session import start_thread, use_tf32
 from lockstep.core.device import Device
@@ -93,10 +94,11 @@ class ModuleReplica:
         self._buffers, self._random = self._own.buffers, self._own.random
         originals = [param for param in spec.module.parameters() if param.requires_grad]
         self._gradients = Gradients(self._trained, self._layout, originals, self._device)
-        self._compiled: Any = None
+        self._uses_compiled = spec.compiles
         if spec.compiles:
             repeats = compile_blocks(self.module)
             self._compiled = (with_compiled_blocks if repeats else BACKEND.compile)(module_state.call)
+            self._compiled_loss = BACKEND.compile(self._loss)
         self._gpu_optimizer = GpuOptimizer(self._optimizer, self._device) if self._device.type == "cuda" else None
         self._has_computed = False
         self._in_eval_mode = module_state.modules_in_eval_mode(spec.module)
@@ -184,9 +186,11 @@ class ModuleReplica:
         # not for the first: PyTorch imports parts of itself lazily, and draws a temporary file's name meanwhile
         watch = no_draws_outside_of_pytorch() if self._has_computed else nullcontext()
         with watch, self._autocast():
-            call = self._compiled if shard.num_samples in self._spec.compiled_sizes else module_state.call
+            call, loss_of = module_state.call, self._loss
+            if self._uses_compiled and shard.num_samples in self._spec.compiled_sizes:
+                call, loss_of = self._compiled, self._compiled_loss
             output = call(module, self._in_memory_format(shard.X))
-            loss = summed(self._loss, "loss", output, shard.y, shard.num_samples)
+            loss = summed(loss_of, "loss", output, shard.y, shard.num_samples)
         self._has_computed = True
         if not loss.requires_grad:
             raise RunError("The loss does not depend on any parameter that is trained. Are all frozen or detached?")
@@ -198,7 +202,9 @@ class ModuleReplica:
             )
         return loss
 
-    def _leaf(self, loss: Tensor, gradients: list[Tensor | None], vector: Tensor, computed: ShardModule) -> Leaf:
+    def _leaf(
+        self, loss: Tensor, gradients: list[Tensor | None], vector: Tensor | Pieces, computed: ShardModule
+    ) -> Leaf:
         updates = computed.buffers.updates()
         if self._step == self._first_step:
             computed.check_attributes()
@@ -255,6 +261,10 @@ class ModuleReplica:
     def arrays(self) -> dict[str, Array]:
         self._undo_unfinished_step()
         return module_state.arrays_of(self.module)
+
+    def is_finite(self) -> bool:
+        largest = torch._foreach_norm([param.detach() for param in self.module.parameters()], float("inf"))
+        return bool(torch.stack([number.float() for number in largest]).isfinite().all())
 
     def fingerprints(self) -> dict[str, str]:
         if self._device.type == "cpu":

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from lockstep.backends import OnReady, Tensor
+from lockstep.backends import OnReady, Pieces, Tensor
 from lockstep.core.layout import Array
 
 
@@ -20,7 +20,7 @@ class Shard(NamedTuple):
 class Leaf(NamedTuple):
     """The result of a shard's forward and backward pass."""
 
-    gradient: Tensor  # of the summed loss, one flat vector
+    gradient: Tensor | Pieces  # of the summed loss, one flat vector
     loss: Tensor  # summed over the shard's samples
     buffers: Any = None  # updates of the model's buffers: tensors by name
     used: frozenset[int] = frozenset()  # numbers of the parameters that got a gradient, where the model can tell
@@ -64,6 +64,9 @@ class Replica(Protocol):
 
     def arrays(self) -> dict[str, Array]:
         """Parameters and buffers by name, in model order."""
+
+    def is_finite(self) -> bool:
+        """Whether all its parameters are finite numbers."""
 
     def fingerprints(self) -> dict[str, str]:
         """A hash of each of these arrays, to compare replicas by."""

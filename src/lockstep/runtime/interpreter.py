@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from lockstep.backends import Tensor
+from lockstep.backends import Pieces, Tensor, flat
 from lockstep.core.errors import LockstepError, RankError
 from lockstep.core.source_lines import user_source_line
 from lockstep.core.tracing import WAIT, span, traced
@@ -35,6 +35,7 @@ from lockstep.schedules.instructions import (
 from lockstep.schedules.reduction_tree import Node, sum_with_brackets
 
 StartExchange = Callable[["Interpreter"], Callable[[], Any]]  # starts `exchange` on another thread; waits for it
+Held = dict[Node, list[tuple[range, Tensor | Pieces]]]  # values by what is in them, and their entries
 FusedAdd = Callable[[str, list[Tensor]], Tensor]  # the sum of x0, x1, ... in these brackets, in one kernel
 
 
@@ -69,14 +70,15 @@ class Interpreter:
         self._bucket_ranges = [self._in_vector(entries) for entries in awaited]
         self._buckets = BucketQueue(self._bucket_ranges)
         self.own_shards = range(computed[0].start, computed[-1].stop) if computed else range(0)
-        self._held: dict[Node, list[tuple[range, Tensor]]] = {}
+        self._held: Held = {}
+        self._num_done = 0  # instructions of the exchange that were done with the shards
         self._groups: dict[tuple[int, int], Communicate] = {}  # under way
         self.total: Tensor | None = None  # once the exchange is over
 
     def begin(self, work: StepInput, replica: Replica) -> None:
         """Makes ready for a step."""
         self._work, self._replica, self._began = work, replica, time.perf_counter()
-        self._held, self.total = {}, None
+        self._held, self.total, self._num_done = {}, None, 0
         self._leaves: list[Leaf] = []
         self._buckets = BucketQueue(self._bucket_ranges)
 
@@ -118,7 +120,7 @@ class Interpreter:
     def exchange(self) -> None:
         """The second phase of a step; on a thread of its own, where it overlaps with the first."""
         with span("exchange"):
-            for instruction in self.program.exchange:
+            for instruction in self.program.exchange[self._num_done :]:
                 _HANDLERS[type(instruction)](self, instruction)
             self.rank.backend.synchronize(self.rank.device)
             self.hold_total()
@@ -127,14 +129,23 @@ class Interpreter:
         """One instruction, for callers that run all ranks on one thread."""
         _HANDLERS[type(instruction)](self, instruction)
 
-    def all_held(self) -> tuple[list[Leaf], dict[Node, list[tuple[range, Tensor]]]]:
-        """What its shards left, for `hold_all`."""
-        return self._leaves, self._held
+    def add_own(self) -> None:
+        """The additions that come before anything is communicated."""
+        while self._num_done < len(self.program.exchange):
+            instruction = self.program.exchange[self._num_done]
+            if not isinstance(instruction, Add):
+                return
+            self._add(instruction)
+            self._num_done += 1
 
-    def hold_all(self, held: dict[Node, list[tuple[range, Tensor]]], leaves: list[Leaf]) -> None:
-        """Its shards were computed by a replay: takes what they left."""
+    def all_held(self) -> tuple[list[Leaf], Held, int]:
+        """What its shards and additions left, and how many of these were done, for `hold_all`."""
+        return self._leaves, self._held, self._num_done
+
+    def hold_all(self, leaves: list[Leaf], held: Held, num_done: int) -> None:
+        """All of it was done by a replay: takes what was left."""
         self._held = {node: list(values) for node, values in held.items()}
-        self._leaves = leaves
+        self._leaves, self._num_done = leaves, num_done
 
     def cancel(self) -> None:
         """This rank has failed: wakes the threads of this process that wait for it."""
@@ -201,13 +212,16 @@ class Interpreter:
         self.hold(instruction.leaf, self.rank.backend.chunk(gradient, part.start, part.stop))
 
     def _add(self, instruction: Add) -> None:
-        tensors = [self.value(part) for part in instruction.parts]
-        if len(tensors) > 2:
+        brackets = sum_with_brackets([f"x{number}" for number in range(len(instruction.parts))], "({}+{})".format)
+        pieces = [found for part in instruction.parts if (found := self._pieces(part)) is not None]
+        if len(pieces) == len(instruction.parts):
+            total = pieces[0].added(brackets, pieces[1:])
+        elif len(instruction.parts) > 2:
             assert self._fused_add is not None, "only schedules for CUDA graphs have it"
-            brackets = sum_with_brackets([f"x{number}" for number in range(len(tensors))], "({}+{})".format)
-            total = self._fused_add(brackets, tensors)
+            total = self._fused_add(brackets, [self.value(part) for part in instruction.parts])
         else:
-            (left, right), out = tensors, self.workspace.memory(instruction.total)
+            left, right = (self.value(part) for part in instruction.parts)
+            out = self.workspace.memory(instruction.total)
             total = self.rank.backend.add(left, right, left if out is None and self.workspace.accumulates else out)
         if instruction.total.entries == self._entries:  # nobody else needs the parts: their memory is free
             for part in instruction.parts:
@@ -244,19 +258,29 @@ class Interpreter:
         """Entries of the whole model as entries of this rank's vector."""
         return range(entries.start - self._entries.start, entries.stop - self._entries.start)
 
-    def hold(self, value: Partial, tensor: Tensor) -> None:
+    def hold(self, value: Partial, tensor: Tensor | Pieces) -> None:
         """From now on this rank holds `value`."""
         self._held.setdefault(value.node, []).append((value.entries, tensor))
 
     def value(self, value: Partial) -> Tensor:
         """A value that this rank holds, or holds more of."""
         start, stop = value.entries.start, value.entries.stop
-        for entries, tensor in self._held[value.node]:
+        for at, (entries, found) in enumerate(self._held[value.node]):
+            if not (entries.start <= start and stop <= entries.stop):
+                continue
+            tensor = flat(found)
+            self._held[value.node][at] = entries, tensor
             if entries == value.entries:
                 return tensor
-            if entries.start <= start and stop <= entries.stop:
-                return self.rank.backend.chunk(tensor, start - entries.start, stop - entries.start)
+            return self.rank.backend.chunk(tensor, start - entries.start, stop - entries.start)
         raise KeyError(value)
+
+    def _pieces(self, value: Partial) -> Pieces | None:
+        """The same, if it is a gradient in pieces."""
+        for entries, found in self._held[value.node]:
+            if entries == value.entries and isinstance(found, Pieces):
+                return found
+        return None
 
     def release_total(self) -> Tensor:
         """The total, once the exchange is over. Nothing of it is kept here."""

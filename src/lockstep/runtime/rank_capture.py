@@ -9,17 +9,16 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from lockstep.backends import GraphCapture, LossFuture, Tensor
+from lockstep.backends import GraphCapture, LossFuture
 from lockstep.core.errors import CaptureError, RunError
 from lockstep.data.batch import Batch
 from lockstep.partition.balance import Balance
 from lockstep.replicas.replica import CapturableReplica, Leaf
 from lockstep.runtime.engine import Engine, StepInput
-from lockstep.runtime.interpreter import Interpreter
+from lockstep.runtime.interpreter import Held, Interpreter
 from lockstep.runtime.out_of_memory import is_out_of_memory
 from lockstep.runtime.step import EagerSteps, StepOptions
 from lockstep.schedules.instructions import ForwardBackward
-from lockstep.schedules.reduction_tree import Node
 
 CAPTURING = threading.Lock()  # one rank of a process at a time
 
@@ -28,8 +27,7 @@ class CapturedShards(NamedTuple):
     """A replay, and what it fills."""
 
     replay: Callable[[], None]
-    leaves: list[Leaf]
-    held: dict[Node, list[tuple[range, Tensor]]]
+    filled: tuple[list[Leaf], Held, int]
 
 
 class RankCapturedSteps:
@@ -91,7 +89,7 @@ class RankCapture:
             self._replica.begin_replay(work.step)
             captured = self._captured[key]
             captured.replay()
-            interpreter.hold_all(captured.held, captured.leaves)
+            interpreter.hold_all(*captured.filled)
         return True
 
     def _capture(self, interpreter: Interpreter, work: StepInput) -> CapturedShards:
@@ -111,7 +109,7 @@ class RankCapture:
         static = work.batch.static(interpreter.rank.number)
         work = work._replace(batch=Batch(work.batch.num_samples, static.fetch))
 
-        def run() -> tuple[list[Leaf], dict[Node, list[tuple[range, Tensor]]]]:
+        def run() -> tuple[list[Leaf], Held, int]:
             self._replica.begin_capture(work.step)
             interpreter.begin(work, self._replica)
             static.gather()
@@ -120,7 +118,7 @@ class RankCapture:
                     if isinstance(instruction, ForwardBackward):
                         with self._graph.side_stream(instruction.shards.start):
                             interpreter.execute(instruction)
+            interpreter.add_own()
             return interpreter.all_held()
 
-        replay, (leaves, held) = self._graph.capture(run, self._replica.capture_generators)
-        return CapturedShards(replay, leaves, held)
+        return CapturedShards(*self._graph.capture(run, self._replica.capture_generators))

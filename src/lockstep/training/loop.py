@@ -9,8 +9,6 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from functools import partial
 
-import numpy as np
-
 from lockstep.backends import LossFuture, reset_peak_memory
 from lockstep.config import RunConfig
 from lockstep.core.errors import Interrupted, PeerFailure, RunError
@@ -206,11 +204,10 @@ class Training:
             yield Incident(
                 "prepared", f"epoch {progress.epoch}: {what} took {preparation:.1f} s, not counted in its time"
             )
-        now = self._set.weights()
-        if not all(np.isfinite(now[name]).all() for name in task.parameters):
+        if not self._set.is_finite():
             yield from self._stop("a weight is NaN or infinite")
         metrics = {} if test_set is None else evaluate(self._set, test_set, task.eval_batch_size, config.batch_size)
-        self._weights = now
+        self._weights = self._set.weights()
         train_loss = math.fsum(progress.losses) / task.num_train  # rounded once: independent of the order
         finished = EpochDone(progress.epoch, progress.seconds, train_loss, metrics.get("accuracy"), metrics)
         progress.history.append(finished)

@@ -20,6 +20,10 @@ class ReplicaSet:
         """All parameters and buffers by name."""
         return merged(self._of_owners(lambda replica: replica.arrays()))
 
+    def is_finite(self) -> bool:
+        """Whether all parameters are finite numbers, as far as this process holds them."""
+        return all(replica.is_finite() for replica in self._local_parts())
+
     def states(self) -> dict[str, Any]:
         """The optimizer's state of each part, by `part_name`."""
         return merged(self._of_owners(lambda replica: {part_name(replica.entries): replica.state_dict()}))

@@ -20,7 +20,7 @@ from lockstep.backends.hardware import cpu
 from lockstep.backends.torch import torch_device
 from lockstep.bench.contenders import ContenderRank
 from lockstep.bench.contenders.batches import from_loader, from_memory
-from lockstep.bench.contenders.models import loss_sum, module_for, peak_gpu_bytes, set_precision
+from lockstep.bench.contenders.models import WithLoss, module_for, peak_gpu_bytes, set_precision
 from lockstep.bench.workload import Workload, load_samples
 from lockstep.core.device import Device
 from lockstep.partition.batch import even_ranges
@@ -72,7 +72,7 @@ class DistributedTraining:
     def _build(self, tuning: Tuning) -> None:
         """Starts over, with these settings."""
         workload, device = self._workload, self._device
-        module = module_for(workload, self._data).to(device)
+        module = WithLoss(module_for(workload, self._data)).to(device)
         if tuning.channels_last:
             module = module.to(memory_format=torch.channels_last)
         fused = {"fused": True} if self._best else {}
@@ -111,8 +111,7 @@ class DistributedTraining:
             X, y = X.to(self._device, non_blocking=True), y.to(self._device, non_blocking=True)
             self._optimizer.zero_grad()
             with self._library.autocast():
-                scores = self._module(X)
-            loss = loss_sum(scores, y) / len(X)
+                loss = self._module(X, y) / len(X)
             self._library.backward(loss)
             self._optimizer.step()
         barrier(self._device)

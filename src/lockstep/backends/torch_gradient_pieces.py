@@ -1,0 +1,46 @@
+"""The gradient of a shard as backward leaves it: a tensor for each parameter, in float32 or in bf16.
+
+Where shards are only added up, it never has to become one vector: a kernel for each parameter reads the tensors of all
+shards and writes their sum, in the order of the tree, into one.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lockstep.backends.protocol import Pieces
+from lockstep.backends.torch_kernels import add_gradients, is_aligned
+from lockstep.core.layout import Layout
+
+
+class GradientPieces(Pieces):
+    """Flat tensors in the order of the layout; None where a parameter has no gradient, which counts as zeros."""
+
+    def __init__(self, layout: Layout, pieces: Sequence[Tensor | None], device: torch.device) -> None:
+        self._layout, self._device = layout, device
+        self.pieces = [piece if piece is None or is_aligned(piece) else piece.clone() for piece in pieces]
+
+    def flat(self) -> Tensor:
+        vector, views = self._empty()
+        filled = [(view, piece) for view, piece in zip(views, self.pieces, strict=True) if piece is not None]
+        empty = [view for view, piece in zip(views, self.pieces, strict=True) if piece is None]
+        if empty:
+            torch._foreach_zero_(empty)
+        torch._foreach_copy_([view for view, _ in filled], [piece for _, piece in filled])
+        return vector
+
+    def added(self, brackets: str, others: Sequence[Pieces]) -> Tensor:
+        addends = [self.pieces, *(other.pieces for other in others if isinstance(other, GradientPieces))]
+        vector, views = self._empty()
+        for number, view in enumerate(views):
+            add_gradients(brackets, view, [pieces[number] for pieces in addends])
+        return vector
+
+    def _empty(self) -> tuple[Tensor, Sequence[Tensor]]:
+        """A vector whose gaps are zero, and a view of each parameter's part."""
+        vector = torch.empty(self._layout.size, dtype=torch.float32, device=self._device)
+        split = vector.split(self._layout.pieces)
+        if gaps := [gap for gap in split[1::2] if len(gap)]:
+            torch._foreach_zero_(gaps)
+        return vector, split[::2]

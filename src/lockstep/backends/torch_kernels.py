@@ -1,0 +1,90 @@
+"""CUDA kernels that PyTorch has no operation for, compiled at their first use by the compiler that PyTorch carries."""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NUM_THREADS = 256
+WIDTH = 4  # entries of a thread
+
+_CTYPES = {torch.float32: "float", torch.bfloat16: "unsigned short"}
+
+_ADD = """
+__device__ float number(float x) { return x; }
+__device__ float number(unsigned short x) { return __uint_as_float((unsigned int)x << 16); }  // of bfloat16
+
+template <typename T> struct alignas(4 * sizeof(T)) Four { T x[4]; };
+
+extern "C" __global__ void added(float* out, int size%(parameters)s) {
+    long long at = ((long long)blockIdx.x * blockDim.x + threadIdx.x) * 4;
+    if (at + 4 <= size) {
+        %(loads)s
+        Four<float> total;
+        #pragma unroll
+        for (int i = 0; i < 4; i++) total.x[i] = %(wide)s;
+        *(Four<float>*)(out + at) = total;
+    } else {
+        for (; at < size; at++) out[at] = %(narrow)s;
+    }
+}
+"""
+
+
+@cache
+def can_compile_kernels() -> bool:
+    """Whether there is a GPU, and this PyTorch compiles kernels for it."""
+    if not torch.cuda.is_available():
+        return False
+    try:
+        compile_kernel('extern "C" __global__ void nothing() {}', "nothing")
+    except Exception:  # of a private function that may change: then PyTorch's own operations do
+        return False
+    return True
+
+
+def compile_kernel(source: str, name: str) -> Any:
+    """A function `name` of CUDA source code, for the current device."""
+    return torch.cuda._compile_kernel(source, name)
+
+
+def add_gradients(brackets: str, out: Tensor, addends: Sequence[Tensor | None]) -> None:
+    """Fills a float32 vector with the sum x0 + x1 + ... in these brackets; an addend that is None is zero.
+
+    Addends are contiguous, of float32 or bfloat16: each is read once, and nothing else is written.
+    """
+    kinds = tuple(None if x is None else _CTYPES[x.dtype] for x in addends)
+    kernel = _add_kernel(brackets, kinds, out.device)
+    num_blocks = -(-out.numel() // (NUM_THREADS * WIDTH))
+    if num_blocks:
+        arguments = [out, out.numel(), *(x for x in addends if x is not None)]
+        kernel(grid=(num_blocks, 1, 1), block=(NUM_THREADS, 1, 1), args=arguments)
+
+
+@cache
+def _add_kernel(brackets: str, kinds: tuple[str | None, ...], device: torch.device) -> Any:
+    given = [(f"x{number}", kind) for number, kind in enumerate(kinds) if kind is not None]
+
+    def sum_of(value: str) -> str:
+        values = [value.format(n) if kind is not None else "0.0f" for n, kind in enumerate(kinds)]
+        found = brackets
+        for number in reversed(range(len(kinds))):  # x10 before x1
+            found = found.replace(f"x{number}", values[number].replace("x", "@"))
+        return found.replace("@", "x")
+
+    source = _ADD % {
+        "parameters": "".join(f", const {kind}* {name}" for name, kind in given),
+        "loads": "\n        ".join(
+            f"Four<{kind}> {name}_ = *(const Four<{kind}>*)({name} + at);" for name, kind in given
+        ),
+        "wide": sum_of("number(x{}_.x[i])"),
+        "narrow": sum_of("number(x{}[at])"),
+    }
+    return compile_kernel(source, "added")
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """Whether a vector can be read four entries at a time."""
+    return tensor.data_ptr() % (WIDTH * tensor.element_size()) == 0
