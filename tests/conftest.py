@@ -14,6 +14,8 @@ from hypothesis import settings
 
 from lockstep.cli import main
 
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX takes most of a GPU, which other tests need
+
 # A shared machine may stop for a moment at any time. The same examples in every run, so that a test turns red because
 # of a change; LOCKSTEP_EXPLORE=1 draws others.
 settings.register_profile("lockstep", deadline=None, derandomize="LOCKSTEP_EXPLORE" not in os.environ)

@@ -29,7 +29,7 @@ WORKLOAD = Workload(
     data="fashion-mnist-mini",
 )
 OTHERS = ["text", "text-in-memory", "ddp", "ddp-best", "fabric", "accelerate"]
-INSTALLED = [name for name in OTHERS if not CONTENDERS[name].problem()]
+INSTALLED = [name for name in OTHERS if not CONTENDERS[name].problem(WORKLOAD)]
 
 
 def descendants(process):

@@ -98,5 +98,7 @@ def test_dropout_between_the_layers_of_a_cudnn_layer_is_refused_in_a_sentence():
     X, y = tokens(32, False)
     model = Gru()
     model.gru = nn.GRU(16, 24, num_layers=2, dropout=0.3, batch_first=True)
-    with pytest.raises(RankError, match="draws its dropout from random numbers of its own"):
+    with pytest.raises(
+        RankError, match="for dropout in a recurrent layer: one layer at a time, nn.Dropout between them"
+    ):
         lockstep.train(model=model, data=(X, y), devices="cuda:0", batch_size=16, epochs=1, quiet=True)

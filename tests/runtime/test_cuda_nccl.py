@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -131,7 +132,8 @@ def test_a_stopped_rank_is_named_within_the_deadline(tmp_path):
     try:
         _, err = run.communicate(timeout=60)
     finally:
-        os.kill(stopped, signal.SIGCONT)
+        with suppress(ProcessLookupError):  # it was ended with the run
+            os.kill(stopped, signal.SIGCONT)
     assert time.monotonic() - began < 40
     assert run.returncode == 1
     assert "rank 1 (cuda:0) is in " in err
@@ -153,4 +155,6 @@ def test_an_exception_in_the_model_is_said_once(tmp_path):
         capture_output=True, text=True, cwd=tmp_path, env=ENV, timeout=120,
     )  # fmt: skip
     assert done.returncode == 1
-    assert done.stderr.count("no such thing") == 1
+    assert done.stderr.count("Traceback") <= 1
+    (said,) = [line for line in done.stderr.splitlines() if line.startswith("lockstep: ")]
+    assert "ValueError: no such thing (at " in said

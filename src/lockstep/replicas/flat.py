@@ -1,5 +1,6 @@
 """A replica of a model that is a function of one flat vector: LeNet in any framework, and the text's functions."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,6 +80,10 @@ class FlatReplica(Capturable):
         layout = self._spec.layout
         flat = self._spec.backend.to_numpy(self.flat).copy()  # to_numpy may be a view
         return dict(zip(layout.names, layout.unflatten(flat), strict=True))
+
+    def snapshot(self) -> Callable[[], dict[str, Array]]:
+        arrays = self.arrays()
+        return lambda: arrays
 
     def is_finite(self) -> bool:
         return bool(np.isfinite(self._spec.backend.to_numpy(self.flat)).all())

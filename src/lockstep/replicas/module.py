@@ -100,6 +100,7 @@ class ModuleReplica:
             self._compiled = (with_compiled_blocks if repeats else BACKEND.compile)(module_state.call)
             self._compiled_loss = BACKEND.compile(self._loss)
         self._gpu_optimizer = GpuOptimizer(self._optimizer, self._device) if self._device.type == "cuda" else None
+        self._pinned = module_state.PinnedCopies()
         self._has_computed = False
         self._in_eval_mode = module_state.modules_in_eval_mode(spec.module)
         self._step = 0  # the step that the buffers are prepared for
@@ -261,6 +262,13 @@ class ModuleReplica:
     def arrays(self) -> dict[str, Array]:
         self._undo_unfinished_step()
         return module_state.arrays_of(self.module)
+
+    def snapshot(self) -> Callable[[], dict[str, Array]]:
+        if self._device.type == "cuda":
+            self._undo_unfinished_step()
+            return self._pinned.take(module_state.saved_tensors(self.module), self._device)
+        arrays = self.arrays()
+        return lambda: arrays
 
     def is_finite(self) -> bool:
         largest = torch._foreach_norm([param.detach() for param in self.module.parameters()], float("inf"))

@@ -65,6 +65,9 @@ class Replica(Protocol):
     def arrays(self) -> dict[str, Array]:
         """Parameters and buffers by name, in model order."""
 
+    def snapshot(self) -> Callable[[], dict[str, Array]]:
+        """The arrays as they are now, for whoever asks for them later; only the last snapshot is kept."""
+
     def is_finite(self) -> bool:
         """Whether all its parameters are finite numbers."""
 

@@ -28,6 +28,7 @@ from lockstep.runtime.out_of_memory import is_out_of_memory
 from lockstep.runtime.rank_capture import RankCapturedSteps
 from lockstep.runtime.step import EagerSteps, StepOptions, Steps
 from lockstep.runtime.thread_transport import ThreadGroup
+from lockstep.schedules.exchanges import NATIVE
 from lockstep.schedules.instructions import ForwardBackward, Instruction, Update
 from lockstep.schedules.proof import one_thread_order
 
@@ -45,7 +46,8 @@ def captured_or_eager_steps(
     eager.why_eager = next(filter(None, (replica.why_not_capturable() for replica in capturable)), "")
     if eager.why_eager:
         return eager
-    whole = backend.graph_capture(engine.devices) if len(own) == engine.num_ranks else None
+    has_all_ranks = len(own) == engine.num_ranks and options.exchange != NATIVE  # that is a call between processes
+    whole = backend.graph_capture(engine.devices) if has_all_ranks else None
     if whole is not None:
         return CapturedSteps(eager, engine, capturable, options, whole)
     return RankCapturedSteps(engine, capturable, options, balance, captures)

@@ -55,7 +55,7 @@ class Training:
     def __init__(self, config: RunConfig, prepared: Prepared, engine: Engine, start: ResumePoint) -> None:
         self._config, self._task, self._engine, self._start = config, prepared.task, engine, start
         self._steps_per_epoch = -(-self._task.num_train // config.batch_size)
-        self._weights: dict[str, Array] = {}  # parameters and buffers after the last epoch that ended here
+        self._weights: Callable[[], dict[str, Array]] | None = None  # those after the last epoch that ended here
         self.progress = deepcopy(start.checkpoint.progress) if start.checkpoint else Progress()
         self.replicas: ReplicaSet | None = None
         self._healing = Healing(config)
@@ -111,7 +111,7 @@ class Training:
                 raise
             except KeyboardInterrupt:
                 yield from self._interrupt(saves=False)
-            weights = self._weights or self._set.weights()
+            weights = self._weights() if self._weights else self._set.weights()
         yield RunDone(result_of(config, task, engine, self.progress, weights, peaks))
 
     def _make_replicas(self, checkpoint: Checkpoint | None) -> None:
@@ -207,7 +207,7 @@ class Training:
         if not self._set.is_finite():
             yield from self._stop("a weight is NaN or infinite")
         metrics = {} if test_set is None else evaluate(self._set, test_set, task.eval_batch_size, config.batch_size)
-        self._weights = self._set.weights()
+        self._weights = self._set.snapshot()
         train_loss = math.fsum(progress.losses) / task.num_train  # rounded once: independent of the order
         finished = EpochDone(progress.epoch, progress.seconds, train_loss, metrics.get("accuracy"), metrics)
         progress.history.append(finished)
@@ -239,7 +239,8 @@ class Training:
 
     def _stopped(self, reason: str) -> RunStopped:
         progress = self.progress
-        return RunStopped(progress.epoch, progress.step, reason, progress.history, self._weights)
+        weights = self._weights() if self._weights else {}
+        return RunStopped(progress.epoch, progress.step, reason, progress.history, weights)
 
     def _interrupt(self, saves: bool) -> Events:
         error = self.interrupted(saves)

@@ -20,6 +20,13 @@ class ReplicaSet:
         """All parameters and buffers by name."""
         return merged(self._of_owners(lambda replica: replica.arrays()))
 
+    def snapshot(self) -> Callable[[], dict[str, Array]]:
+        """All parameters and buffers as they are now, for whoever asks for them later; only the last one is kept."""
+        if self.placement.is_replicated:
+            return self.local[0].snapshot()
+        weights = self.weights()
+        return lambda: weights
+
     def is_finite(self) -> bool:
         """Whether all parameters are finite numbers, as far as this process holds them."""
         return all(replica.is_finite() for replica in self._local_parts())
