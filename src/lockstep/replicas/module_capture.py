@@ -77,10 +77,12 @@ class CapturableModuleReplica(ModuleReplica, Capturable):
         counter, self._uses_compiled = CastCounter(params), False  # inside compiled code, nothing can be counted
         with counter:
             expected = self._leaf_of_clone(clone, shard)
-        halves = HalfWeights({name: params[name] for name in counter.cast_once()})
-        if self._spec.compiles:
+        names = counter.cast_once()
+        if self._spec.compiles:  # it does not round the gradients of vectors to bf16 before it rounds them to float32
+            names = [name for name in names if params[name].ndim > 1]
             self._uses_compiled = True
             expected = self._leaf_of_clone(clone, shard)
+        halves = HalfWeights({name: params[name] for name in names})
         found = self._leaf_of_clone(self._own.clone(halves.by_name), shard)
         return halves if torch.equal(flat(found.gradient), flat(expected.gradient)) else none
 
