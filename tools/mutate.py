@@ -268,7 +268,7 @@ BREAKS = [
         "nothing left behind",
         "leaves stay in memory until the end of a step",
         "runtime/interpreter.py",
-        "                del self._held[part.node]\n",
+        "                self.held.drop(part.node)\n",
         "                pass\n",
         "tests/runtime/test_interpreter.py",
     ),

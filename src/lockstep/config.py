@@ -14,7 +14,6 @@ from lockstep.core.errors import ConfigError
 from lockstep.core.settings import AGREED, IDENTITY, LOCAL, checked, option_of, setting
 from lockstep.optim.lr_schedule import SCHEDULES
 from lockstep.partition.balance import BALANCES
-from lockstep.partition.buckets import BUCKET_MB
 from lockstep.schedules.exchanges import EXCHANGES, NATIVE
 
 MAX_SHARDS = 4096  # a shard is a forward and backward pass of its own: more would only be slow
@@ -97,8 +96,12 @@ class RunConfig:
         AGREED,
         choices={**EXCHANGES, NATIVE: None},
     )
-    bucket_mb: float = setting(
-        BUCKET_MB, "Megabytes of a bucket, exchanged during the backward pass; 0: no overlap.", AGREED, limits={">=": 0}
+    bucket_mb: float | None = setting(
+        None,
+        "Megabytes of a bucket, exchanged during the backward pass; 0: no overlap. Default: 8 between processes and "
+        "between GPUs, 0 between CPU devices of one process, whose cores are busy.",
+        AGREED,
+        limits={">=": 0},
     )
     balance: str = setting("equal", "How shards are assigned to devices.", AGREED, choices=BALANCES)
     compile: bool = setting(

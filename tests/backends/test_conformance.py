@@ -698,12 +698,12 @@ def test_cuda_graphs_are_not_captured_on_the_cpu(backend):
 def test_an_engine_that_a_framework_does_not_have_is_refused(name, backend, lockstep, tiny):
     answer = lockstep("train", "--backend", name, "--engine", "elsewhere", "--data", tiny)
     assert answer.status == 2
-    assert "engine must be inprocess or processes, got 'elsewhere' (--engine)." in answer.err
+    assert "engine must be auto, inprocess or processes, got 'elsewhere' (--engine)." in answer.err
     if "processes" not in backend.capabilities.engines:
         answer = lockstep("train", "--backend", name, "--engine", "processes", "--data", tiny)
         assert answer.status == 2
         assert f"There is no engine for {name} called 'processes'." in answer.err
-        assert "There are: inprocess." in answer.err
+        assert "There are: auto, inprocess." in answer.err
 
 
 def test_missing_gpus_are_refused(name, backend, lockstep, tiny):

@@ -82,7 +82,7 @@ def test_every_contender_is_measured(table):
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_others_compute_the_same_losses(losses, name):
     if name not in INSTALLED:
-        pytest.skip(f"{name} is {CONTENDERS[name].problem()}")
+        pytest.skip(f"{name} is {CONTENDERS[name].problem(WORKLOAD)}")
     assert losses[name] == pytest.approx(losses["lockstep"], abs=1e-4)
 
 

@@ -7,6 +7,8 @@ import pytest
 from lockstep.bench.contenders import CONTENDERS, Contender, default_contenders
 from lockstep.bench.run import contenders_for, plot_title, save_results, split_names
 from lockstep.bench.tables import Row, Table
+from lockstep.bench.workload import workload_for
+from lockstep.core.device import Device
 from lockstep.core.errors import ConfigError, RunError
 
 
@@ -25,9 +27,12 @@ def test_the_default_contenders_depend_on_the_devices():
 
 
 def test_a_missing_package_is_reported_with_the_command_that_installs_it():
-    assert Contender("x:x", "", ("surely_not_there",)).problem() == "not installed: pip install 'lockstep[bench]'"
-    assert Contender("x:x", "", ("surely_not_there", "numpy")).problem() == ""
-    assert CONTENDERS["ddp"].problem() == ""
+    workload, _ = workload_for("lenet", [Device("cpu:0")])
+    assert (
+        Contender("x:x", "", ("surely_not_there",)).problem(workload) == "not installed: pip install 'lockstep[bench]'"
+    )
+    assert Contender("x:x", "", ("surely_not_there", "numpy")).problem(workload) == ""
+    assert CONTENDERS["ddp"].problem(workload) == ""
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ def test_the_table_shows_medians_ratios_and_problems(table):
     assert "times lockstep" in headings
     assert rows[0].split() == ["lockstep", "200", "(100", "to", "400)", "1.00x"]
     assert rows[1].split()[:5] == ["ddp-best", "200", "(200", "to", "200)"]
-    assert "1.00x       (0.50 to 2.00)  1 thread a process" in rows[1]
+    assert "1.00x       (0.50 to 2.00)    1 thread a process" in rows[1]
     assert rows[2].split() == ["ddp", "failed:", "it", "broke"]
     assert rows[3].endswith("not installed: pip install 'lockstep[bench]'")
     assert note.strip() == "a note"

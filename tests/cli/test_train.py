@@ -108,7 +108,7 @@ WRONG = {
     "--data fashion": "no dataset (or .npz file) called 'fashion'",
     "--data missing.npz": "missing.npz.",
     "--exchange rings": "Did you mean 'ring'?",
-    "--engine threads": "engine must be inprocess or processes, got 'threads' (--engine).",
+    "--engine threads": "engine must be auto, inprocess or processes, got 'threads' (--engine).",
     "--backend pytorch": "Did you mean 'torch'?",
 }
 

@@ -6,11 +6,28 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map_only
 
 import lockstep
 from lockstep.backends.torch import TorchBackend
+from lockstep.backends.torch_gradient_pieces import GradientPieces
 from lockstep.core.errors import RunError
+from lockstep.runtime.held_values import HeldValues
+
+
+# a replay fills the memory of a capture: of gradients in pieces, and of what ranks hold, too
+def held_with(found, held):
+    held = held.copy()
+    (held._found,) = found
+    return held
+
+
+register_pytree_node(
+    GradientPieces,
+    lambda found: (found.pieces, found),
+    lambda pieces, found: GradientPieces(found._layout, list(pieces), found._device),
+)
+register_pytree_node(HeldValues, lambda held: ([held._found], held), held_with)
 
 
 class FakeCapture:

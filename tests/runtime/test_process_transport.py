@@ -79,7 +79,7 @@ def test_every_rank_has_the_total_twice_in_a_row(exchange, num_ranks, size):
         def total(rank, leaves=leaves):
             interpreter = interpreters[rank]
             for shard in ranges[rank]:
-                interpreter.hold(Partial(Node(shard, 1), entries), leaves[shard])
+                interpreter.held.hold(Partial(Node(shard, 1), entries), leaves[shard])
             for instruction in interpreter.program.exchange:
                 if not isinstance(instruction, WaitForBackward):
                     interpreter.execute(instruction)

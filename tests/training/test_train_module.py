@@ -408,7 +408,7 @@ PART = torch.rand(40, 6), torch.zeros(40, dtype=torch.int64)
 ERRORS = [
     ({"model": 5}, ConfigError, "The model is a int. Give a torch.nn.Module, or a function that makes one."),
     ({"model": lambda: 5}, ConfigError, "The function for the model returned a int."),
-    ({"model": "resnet"}, ConfigError, "There is no model called 'resnet'. Did you mean 'resnet18'?"),
+    ({"model": "resnet"}, ConfigError, "There is no model called 'resnet'. Did you mean 'resnet50'?"),
     ({"model": nn.Linear(6, 3).double()}, ConfigError, "The parameter weight is torch.float64."),
     ({"model": nn.LazyLinear(3)}, ConfigError, "weight has no shape yet (a lazy layer)."),
     ({"model": nn.Linear(6, 3).requires_grad_(False)}, ConfigError, "Linear has no parameter to train"),

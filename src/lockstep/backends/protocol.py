@@ -33,6 +33,10 @@ class Pieces(ABC):
         """The vector."""
 
     @abstractmethod
+    def can_add(self, num_addends: int) -> bool:
+        """Whether `added` takes so many."""
+
+    @abstractmethod
     def added(self, brackets: str, others: Sequence["Pieces"]) -> Tensor:
         """The sum of this one (x0) and others (x1, ...) in these brackets, as a vector."""
 

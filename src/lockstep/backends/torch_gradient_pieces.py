@@ -30,11 +30,19 @@ class GradientPieces(Pieces):
         torch._foreach_copy_([view for view, _ in filled], [piece for _, piece in filled])
         return vector
 
+    def can_add(self, num_addends: int) -> bool:
+        return num_addends == 2 or self._device.type == "cuda"
+
     def added(self, brackets: str, others: Sequence[Pieces]) -> Tensor:
         addends = [self.pieces, *(other.pieces for other in others if isinstance(other, GradientPieces))]
         vector, views = self._empty()
         for number, view in enumerate(views):
-            add_gradients(brackets, view, [pieces[number] for pieces in addends])
+            pieces = [addend[number] for addend in addends]
+            if self._device.type == "cuda":
+                add_gradients(brackets, view, pieces)
+            else:
+                left, right = (torch.zeros_like(view) if piece is None else piece.to(view.dtype) for piece in pieces)
+                torch.add(left, right, out=view)
         return vector
 
     def _empty(self) -> tuple[Tensor, Sequence[Tensor]]:

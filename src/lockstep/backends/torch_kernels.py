@@ -51,7 +51,7 @@ def compile_kernel(source: str, name: str) -> Any:
 
 
 def add_gradients(brackets: str, out: Tensor, addends: Sequence[Tensor | None]) -> None:
-    """Fills a float32 vector with the sum x0 + x1 + ... in these brackets; an addend that is None is zero.
+    """Fills a float32 vector on a GPU with the sum x0 + x1 + ... in these brackets; an addend that is None is zero.
 
     Addends are contiguous, of float32 or bfloat16: each is read once, and nothing else is written.
     """

@@ -26,15 +26,13 @@ class Gradients:
     ) -> None:
         self._names, self._params = [name for name, _ in trained], [param for _, param in trained]
         self._layout, self._originals, self._device = layout, originals, device
-        sizes = (*layout.pieces[1::2], 0)  # no gap after the last parameter
-        self._gaps = [torch.zeros(size, dtype=torch.float32, device=device) for size in sizes]
         self._vector: GradientVector | None = None  # of the shard in the backward pass, where the exchange overlaps it
         self._has_hooks = False
         self._seen: set[int] = set()  # numbers of the parameters that have got a gradient, in the first step
         self._accumulated_twice: int | None = None  # a parameter whose gradient comes more than once in a backward pass
 
-    def of(self, loss: Tensor, on_ready: OnReady | None) -> tuple[list[Tensor | None], Tensor]:
-        """The gradient of each parameter, and all as one vector; `on_ready` is called as entries become complete."""
+    def of(self, loss: Tensor, on_ready: OnReady | None) -> tuple[list[Tensor | None], Tensor | Pieces]:
+        """The gradient of each parameter, and all together; `on_ready` is called as entries become complete."""
         self._seen.clear()
         self._vector = None if on_ready is None else self._vector_to_fill(on_ready)
         # from its edge: `NoDraws` would intercept a call with a tensor, and all that it calls
@@ -45,7 +43,7 @@ class Gradients:
         self.clear()
         vector, self._vector = self._vector, None
         if vector is None:
-            return gradients, self.flat(gradients)
+            return gradients, self._together(gradients)
         if self._accumulated_twice is not None and vector.is_shared:
             raise RunError(
                 f"The gradient of {self._names[self._accumulated_twice]} is being exchanged, and comes once more in "
@@ -67,19 +65,17 @@ class Gradients:
             raise CaptureError("the model uses activation checkpointing with use_reentrant=True") from problem
         self._check_originals(gradient is not None for gradient in found[len(edges) :])
         gradients = list(found[: len(edges)])
-        if self._device.type == "cuda" and can_compile_kernels():
-            return gradients, self._pieces(gradients)
-        return gradients, self.flat(gradients)
+        return gradients, self._together(gradients)
+
+    def _together(self, gradients: list[Tensor | None]) -> Tensor | Pieces:
+        """All of them, in pieces where these can be added."""
+        can_add = self._device.type == "cpu" or can_compile_kernels()
+        return self._pieces(gradients) if can_add else self.flat(gradients)
 
     def flat(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """All of them as one vector."""
         self._check_dense(gradients)
-        if self._device.type == "cuda":
-            return self._pieces(gradients).flat()  # with few kernels
-        pieces: list[Tensor] = []
-        for param, gradient, gap in zip(self._params, gradients, self._gaps, strict=True):
-            pieces += [flat_in_memory_order(torch.zeros_like(param) if gradient is None else gradient, param), gap]
-        return torch.cat(pieces)
+        return self._pieces(gradients).flat()
 
     def _pieces(self, gradients: Sequence[Tensor | None]) -> GradientPieces:
         self._check_dense(gradients)

@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from lockstep.backends import Pieces, Tensor, flat
+from lockstep.backends import Tensor, flat
 from lockstep.core.errors import LockstepError, RankError
 from lockstep.core.source_lines import user_source_line
 from lockstep.core.tracing import WAIT, span, traced
 from lockstep.replicas.replica import BatchSummary, Leaf, Replica, Shard
 from lockstep.runtime.bucket_queue import BucketQueue
 from lockstep.runtime.engine import Rank, RankResult, StepInput
+from lockstep.runtime.held_values import HeldValues
 from lockstep.runtime.out_of_memory import OutOfMemoryCause, is_out_of_memory
 from lockstep.runtime.transport import Cancelled, TransferGroup, Transport
 from lockstep.runtime.workspace import Workspace
@@ -35,7 +36,6 @@ from lockstep.schedules.instructions import (
 from lockstep.schedules.reduction_tree import Node, sum_with_brackets
 
 StartExchange = Callable[["Interpreter"], Callable[[], Any]]  # starts `exchange` on another thread; waits for it
-Held = dict[Node, list[tuple[range, Tensor | Pieces]]]  # values by what is in them, and their entries
 FusedAdd = Callable[[str, list[Tensor]], Tensor]  # the sum of x0, x1, ... in these brackets, in one kernel
 
 
@@ -70,7 +70,7 @@ class Interpreter:
         self._bucket_ranges = [self._in_vector(entries) for entries in awaited]
         self._buckets = BucketQueue(self._bucket_ranges)
         self.own_shards = range(computed[0].start, computed[-1].stop) if computed else range(0)
-        self._held: Held = {}
+        self.held = HeldValues(rank.backend)
         self._num_done = 0  # instructions of the exchange that were done with the shards
         self._groups: dict[tuple[int, int], Communicate] = {}  # under way
         self.total: Tensor | None = None  # once the exchange is over
@@ -78,7 +78,7 @@ class Interpreter:
     def begin(self, work: StepInput, replica: Replica) -> None:
         """Makes ready for a step."""
         self._work, self._replica, self._began = work, replica, time.perf_counter()
-        self._held, self.total, self._num_done = {}, None, 0
+        self.held, self.total, self._num_done = HeldValues(self.rank.backend), None, 0
         self._leaves: list[Leaf] = []
         self._buckets = BucketQueue(self._bucket_ranges)
 
@@ -138,14 +138,13 @@ class Interpreter:
             self._add(instruction)
             self._num_done += 1
 
-    def all_held(self) -> tuple[list[Leaf], Held, int]:
+    def all_held(self) -> tuple[list[Leaf], HeldValues, int]:
         """What its shards and additions left, and how many of these were done, for `hold_all`."""
-        return self._leaves, self._held, self._num_done
+        return self._leaves, self.held, self._num_done
 
-    def hold_all(self, leaves: list[Leaf], held: Held, num_done: int) -> None:
+    def hold_all(self, leaves: list[Leaf], held: HeldValues, num_done: int) -> None:
         """All of it was done by a replay: takes what was left."""
-        self._held = {node: list(values) for node, values in held.items()}
-        self._leaves, self._num_done = leaves, num_done
+        self.held, self._leaves, self._num_done = held.copy(), leaves, num_done
 
     def cancel(self) -> None:
         """This rank has failed: wakes the threads of this process that wait for it."""
@@ -179,11 +178,11 @@ class Interpreter:
         leaves = self._compute(shards)
         for number, leaf in zip(instruction.shards, leaves, strict=True):
             if not (is_last and number == instruction.shards[-1] and self._overlaps):  # the exchange has it already
-                self.hold(Partial(Node(number, 1), self._entries), leaf.gradient)
+                self.held.hold(Partial(Node(number, 1), self._entries), leaf.gradient)
             self._leaves.append(leaf._replace(gradient=None))
         if is_last:
             self.rank.backend.synchronize(self.rank.device)
-            self._buckets.finish(leaves[-1].gradient)
+            self._buckets.finish(flat(leaves[-1].gradient) if self._bucket_ranges else None)
 
     def _compute(self, shards: list[Shard]) -> list[Leaf]:
         try:
@@ -192,7 +191,7 @@ class Interpreter:
             if not is_out_of_memory(problem):
                 raise
             cause = OutOfMemoryCause(problem)
-        self._held.clear()
+        self.held.clear()
         raise cause.to_error(self.rank, self._replica, self._work, shards[0].num_samples, self._transport)
 
     def _all_gather(self, instruction: AllGather) -> None:
@@ -209,27 +208,27 @@ class Interpreter:
         with span(WAIT):
             gradient = self._buckets.wait()
         part = self._in_vector(instruction.leaf.entries)
-        self.hold(instruction.leaf, self.rank.backend.chunk(gradient, part.start, part.stop))
+        self.held.hold(instruction.leaf, self.rank.backend.chunk(gradient, part.start, part.stop))
 
     def _add(self, instruction: Add) -> None:
         brackets = sum_with_brackets([f"x{number}" for number in range(len(instruction.parts))], "({}+{})".format)
-        pieces = [found for part in instruction.parts if (found := self._pieces(part)) is not None]
-        if len(pieces) == len(instruction.parts):
+        pieces = [found for part in instruction.parts if (found := self.held.pieces(part)) is not None]
+        if len(pieces) == len(instruction.parts) and pieces[0].can_add(len(pieces)):
             total = pieces[0].added(brackets, pieces[1:])
         elif len(instruction.parts) > 2:
             assert self._fused_add is not None, "only schedules for CUDA graphs have it"
-            total = self._fused_add(brackets, [self.value(part) for part in instruction.parts])
+            total = self._fused_add(brackets, [self.held.vector(part) for part in instruction.parts])
         else:
-            left, right = (self.value(part) for part in instruction.parts)
+            left, right = (self.held.vector(part) for part in instruction.parts)
             out = self.workspace.memory(instruction.total)
             total = self.rank.backend.add(left, right, left if out is None and self.workspace.accumulates else out)
         if instruction.total.entries == self._entries:  # nobody else needs the parts: their memory is free
             for part in instruction.parts:
-                del self._held[part.node]
-        self.hold(instruction.total, total)
+                self.held.drop(part.node)
+        self.held.hold(instruction.total, total)
 
     def _communicate(self, instruction: Communicate) -> None:
-        sends = [(send.to, self.value(send.value)) for send in instruction.sends]
+        sends = [(send.to, self.held.vector(send.value)) for send in instruction.sends]
         receives: list[tuple[int, Tensor | None]] = []
         for value, source in instruction.receives:
             by_reference = self._transport.shares_memory_with(source) and not self.workspace.is_total(value)
@@ -241,13 +240,13 @@ class Interpreter:
         received = self._transport.finish(instruction.bucket, instruction.round)
         group = self._groups.pop((instruction.bucket, instruction.round))
         for receive, tensor in zip(group.receives, received, strict=True):
-            self.hold(receive.value, tensor)
+            self.held.hold(receive.value, tensor)
 
     def _all_reduce(self, instruction: AllReduce) -> None:
         own = self.workspace.zeros(len(instruction.total.entries))
         for part in instruction.parts:
-            own = self.rank.backend.add(own, self.value(part), own)
-        self.hold(instruction.total, self._transport.all_reduce(own))
+            own = self.rank.backend.add(own, self.held.vector(part), own)
+        self.held.hold(instruction.total, self._transport.all_reduce(own))
 
     def _update(self, instruction: Update) -> None:
         self._replica.update(self._work.step, self.total, self.summary())
@@ -257,30 +256,6 @@ class Interpreter:
     def _in_vector(self, entries: range) -> range:
         """Entries of the whole model as entries of this rank's vector."""
         return range(entries.start - self._entries.start, entries.stop - self._entries.start)
-
-    def hold(self, value: Partial, tensor: Tensor | Pieces) -> None:
-        """From now on this rank holds `value`."""
-        self._held.setdefault(value.node, []).append((value.entries, tensor))
-
-    def value(self, value: Partial) -> Tensor:
-        """A value that this rank holds, or holds more of."""
-        start, stop = value.entries.start, value.entries.stop
-        for at, (entries, found) in enumerate(self._held[value.node]):
-            if not (entries.start <= start and stop <= entries.stop):
-                continue
-            tensor = flat(found)
-            self._held[value.node][at] = entries, tensor
-            if entries == value.entries:
-                return tensor
-            return self.rank.backend.chunk(tensor, start - entries.start, stop - entries.start)
-        raise KeyError(value)
-
-    def _pieces(self, value: Partial) -> Pieces | None:
-        """The same, if it is a gradient in pieces."""
-        for entries, found in self._held[value.node]:
-            if entries == value.entries and isinstance(found, Pieces):
-                return found
-        return None
 
     def release_total(self) -> Tensor:
         """The total, once the exchange is over. Nothing of it is kept here."""
@@ -293,8 +268,8 @@ class Interpreter:
         """The exchange is over: all values but the total are dropped. What was received by reference has been read."""
         (update,) = self.program.update
         assert isinstance(update, Update), "it is the whole phase"
-        self.total = self.workspace.joined(update.total, [self.value(part) for part in update.total])
-        self._held.clear()
+        self.total = self.workspace.joined(update.total, [self.held.vector(part) for part in update.total])
+        self.held.clear()
 
 
 _HANDLERS: dict[type, Callable[[Any, Any], None]] = {

@@ -2,6 +2,7 @@
 
 import traceback
 
+from lockstep.backends import flat
 from lockstep.core.errors import OutOfMemory, PeerFailure
 from lockstep.core.source_lines import user_source_line
 from lockstep.replicas.replica import Replica, Shard
@@ -38,7 +39,7 @@ class OutOfMemoryCause:
             X, y = batch.fetch(rank.number, 0, num_samples)
             shards = [Shard(0, num_samples, X, y)]
             (leaf,) = replica.forward_backward(shards, via.all_gather_tensors)
-            vectors = [rank.backend.copy_to(leaf.gradient, rank.device) for _ in range(num_vectors)]
+            vectors = [rank.backend.copy_to(flat(leaf.gradient), rank.device) for _ in range(num_vectors)]
             replica.forward_backward(shards, via.all_gather_tensors)
             vectors.clear()
 

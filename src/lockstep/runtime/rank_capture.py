@@ -15,7 +15,8 @@ from lockstep.data.batch import Batch
 from lockstep.partition.balance import Balance
 from lockstep.replicas.replica import CapturableReplica, Leaf
 from lockstep.runtime.engine import Engine, StepInput
-from lockstep.runtime.interpreter import Held, Interpreter
+from lockstep.runtime.held_values import HeldValues
+from lockstep.runtime.interpreter import Interpreter
 from lockstep.runtime.out_of_memory import is_out_of_memory
 from lockstep.runtime.step import EagerSteps, StepOptions
 from lockstep.schedules.instructions import ForwardBackward
@@ -27,7 +28,7 @@ class CapturedShards(NamedTuple):
     """A replay, and what it fills."""
 
     replay: Callable[[], None]
-    filled: tuple[list[Leaf], Held, int]
+    filled: tuple[list[Leaf], HeldValues, int]
 
 
 class RankCapturedSteps:
@@ -109,7 +110,7 @@ class RankCapture:
         static = work.batch.static(interpreter.rank.number)
         work = work._replace(batch=Batch(work.batch.num_samples, static.fetch))
 
-        def run() -> tuple[list[Leaf], Held, int]:
+        def run() -> tuple[list[Leaf], HeldValues, int]:
             self._replica.begin_capture(work.step)
             interpreter.begin(work, self._replica)
             static.gather()

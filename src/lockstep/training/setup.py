@@ -15,6 +15,7 @@ from lockstep.data.arrays import dataset_of_arrays
 from lockstep.data.sources import Progress, no_progress
 from lockstep.models import MODELS, Model
 from lockstep.partition.balance import Balance
+from lockstep.partition.buckets import BUCKET_MB
 from lockstep.replicas.replica import Replica
 from lockstep.runtime.cuda_graph import captured_or_eager_steps
 from lockstep.runtime.engine import Engine
@@ -119,9 +120,17 @@ def inprocess_engine(config: RunConfig, prepared: Prepared) -> InProcess:
     return InProcess(prepared.backend, prepared.devices, config.timeout, pins=pins)
 
 
+def bucket_mb(config: RunConfig, engine: Engine) -> float:
+    """The size of buckets: the user's, or what is faster for these devices."""
+    if config.bucket_mb is not None:
+        return config.bucket_mb
+    shares_cores = len(engine.local_ranks) == engine.num_ranks and engine.devices[0].kind == "cpu"
+    return 0.0 if shares_cores else BUCKET_MB
+
+
 def make_steps(config: RunConfig, engine: Engine, replicas: Sequence[Replica], balance: Balance) -> Steps:
     """The steps of a run: captured as CUDA graphs where possible, else eager."""
-    options = StepOptions(config.num_shards, config.exchange, config.bucket_mb, config.batch_norm == "sync")
+    options = StepOptions(config.num_shards, config.exchange, bucket_mb(config, engine), config.batch_norm == "sync")
     if not config.capture or config.trace:
         return EagerSteps(engine, replicas, options, balance)
     return captured_or_eager_steps(engine, replicas, options, balance)

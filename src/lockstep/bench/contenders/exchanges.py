@@ -58,7 +58,7 @@ class Exchanges:
             dist.all_reduce(vector)
             total = vector
         else:  # as after the backward pass: all buckets are ready
-            interpreter.hold(Partial(Node(self._rank, 1), range(len(vector))), vector)
+            interpreter.held.hold(Partial(Node(self._rank, 1), range(len(vector))), vector)
             for instruction in interpreter.program.exchange:
                 if not isinstance(instruction, WaitForBackward):
                     interpreter.execute(instruction)
