@@ -128,7 +128,7 @@ def test_a_contender_that_is_killed_is_an_error_with_the_signal_and_leaves_no_pr
     monkeypatch.setattr("lockstep.bench.processes.sys.executable", str(contender))
     monkeypatch.setattr("lockstep.bench.processes.ANSWER_SECONDS", 15.0)
     with ContenderProcesses("text", WORKLOAD, [Device("cpu:0")], None) as processes:
-        assert processes.ask("ready") == [{}]
+        assert processes.ask("prepare") == [{}]
         (process,) = (started.pid for started in processes._processes)
         (child,) = wait_until(lambda: descendants(process))
         with pytest.raises(ContenderFailed, match=r"ended by signal 9 \(Killed\)$"):

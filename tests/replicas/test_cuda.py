@@ -100,3 +100,41 @@ def test_dropout_between_the_layers_of_a_cudnn_layer_is_refused_in_a_sentence():
     model.gru = nn.GRU(16, 24, num_layers=2, dropout=0.3, batch_first=True)
     with pytest.raises(RankError, match=r"for dropout in a recurrent layer: one layer at a time, nn\.Dropout between"):
         lockstep.train(model=model, data=(X, y), devices="cuda:0", batch_size=16, epochs=1, quiet=True)
+
+
+class Squares(torch.utils.data.Dataset):
+    """Samples that a loader makes."""
+
+    def __len__(self):
+        return 200
+
+    def __getitem__(self, number):
+        draw = torch.Generator().manual_seed(number)
+        return torch.rand(6, generator=draw), number % 3
+
+
+def test_loaded_samples_are_captured_and_give_the_bits_of_eager_steps(capsys):
+    def train(**how):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 3))
+        how = {"batch_size": 64, "epochs": 2, "optimizer": "adamw", "lr": 1e-2, "workers": 2, **how}
+        return lockstep.train(model=model, data=Squares(), **how).weights_sha256
+
+    captured = train(devices="cuda:0")
+    assert "CUDA graph capture is off" not in capsys.readouterr().err
+    assert {train(devices=devices, capture=False) for devices in DEVICES} == {captured}
+    assert train(devices="cuda:0,cuda:0") == captured
+
+
+def test_compiled_dropout_is_keyed_by_the_shard():
+    make, data = CASES["transformer"]
+
+    def train(**how):
+        torch.manual_seed(1)
+        return lockstep.train(
+            model=make(), data=data, batch_size=64, epochs=1, optimizer="adamw", precision="bf16", compile=True,
+            quiet=True, lr=1e-3, **how,
+        )  # fmt: skip
+
+    found = {train(devices=devices).weights_sha256 for devices in DEVICES[:2]}
+    assert found == {train(devices="cuda:0", capture=False).weights_sha256}

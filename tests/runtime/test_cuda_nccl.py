@@ -67,27 +67,49 @@ if __name__ == "__main__":
 """
 
 
-def program(tmp_path, *arguments, timeout=280):
-    path = tmp_path / "program.py"
+CASES = ["lenet", "resnet18", "everything", "transformer", "gpt2"]
+MODES = [f"{k}:{how}:sharded" for k in (1, 2, 4) for how in ("captured", "eager")]
+EXCHANGES = [f"processes:3:captured:{exchange}" for exchange in ("gather", "tree", "sharded", "ring", "native")]
+
+
+@pytest.fixture(scope="module")
+def runs_of(tmp_path_factory):
+    """The results of a program by its name. All are started at once: most of their time they import and wait."""
+    folder = tmp_path_factory.mktemp("programs")
+    path = folder / "program.py"
     path.write_text(PROGRAM)
-    run = [sys.executable, str(path), *arguments]
-    done = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, timeout=timeout, env=ENV)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    started = {}
+
+    def start(name, *arguments):
+        out, err = (folder / f"{name}.{what}" for what in ("out", "err"))
+        command = [sys.executable, str(path), *arguments]
+        started[name] = subprocess.Popen(command, stdout=out.open("w"), stderr=err.open("w"), cwd=folder, env=ENV)
+
+    for case in CASES:
+        for engine in ("inprocess", "processes"):
+            start(f"{case}-{engine}", case, *(f"{engine}:{mode}" for mode in MODES))
+    start("exchanges", "lenet", *EXCHANGES)
+
+    def results(name):
+        assert started[name].wait(timeout=280) == 0, (folder / f"{name}.err").read_text()
+        return [json.loads(line) for line in (folder / f"{name}.out").read_text().splitlines()]
+
+    yield results
+    for process in started.values():
+        process.kill()
+        process.wait()
 
 
-@pytest.mark.parametrize("case", ["lenet", "resnet18", "everything", "transformer", "gpt2"])
-def test_ranks_over_nccl_give_the_bits_of_one_process(tmp_path, case):
-    modes = [f"{k}:{how}:sharded" for k in (1, 2, 4) for how in ("captured", "eager")]
-    inside = program(tmp_path, case, *(f"inprocess:{mode}" for mode in modes))
-    apart = program(tmp_path, case, *(f"processes:{mode}" for mode in modes))
-    assert len({json.dumps(found) for _, *found in inside + apart}) == 1, inside + apart
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_over_nccl_give_the_bits_of_one_process(runs_of, case):
+    found = runs_of(f"{case}-inprocess") + runs_of(f"{case}-processes")
+    assert len(found) == 2 * len(MODES)
+    assert len({json.dumps(result) for _, *result in found}) == 1, found
 
 
-def test_all_exchanges_over_three_ranks(tmp_path):
-    runs = [f"processes:3:captured:{exchange}" for exchange in ("gather", "tree", "sharded", "ring", "native")]
-    kept, others = program(tmp_path, "lenet", "inprocess:1:captured:sharded", *[]), program(tmp_path, "lenet", *runs)
-    (_, weights, _, losses), *_ = kept
+def test_all_exchanges_over_three_ranks(runs_of):
+    others = runs_of("exchanges")
+    (_, weights, _, losses), *_ = runs_of("lenet-inprocess")
     assert {found[1] for found in others[:3]} == {weights}
     for _, _, _, found in others[3:]:  # they add in another order
         assert found == pytest.approx(losses, rel=1e-4)

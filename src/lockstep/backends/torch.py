@@ -93,7 +93,8 @@ class TorchBackend(Backend):
     def peak_gpu_memory(self, device: Device, reset: bool = False) -> int | None:
         if reset:
             torch.cuda.reset_peak_memory_stats(device.number)
-        return torch.cuda.max_memory_allocated(device.number)
+        # in use at the same time; CUDA graphs have memory reserved, which does not count as in use between replays
+        return max(torch.cuda.max_memory_allocated(device.number), torch.cuda.memory_reserved(device.number))
 
     def graph_capture(self, devices: list[Device], rank: int = 0) -> GraphCapture | None:
         if devices[0].kind != "cuda" or len(set(devices)) > 1:  # a CUDA graph belongs to one GPU

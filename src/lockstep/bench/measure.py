@@ -1,6 +1,7 @@
 """Measures contenders: all are started, then they take turns, trial by trial. Only one computes at a time."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -39,8 +40,9 @@ class Measurement:
     def run_trials(self, num_trials: int, num_warmup: int, num_steps: int, **arguments: dict[str, Any]) -> None:
         """Fills the rows. A contender gets its `arguments`, by its name, besides the number of steps."""
         self._log(f"{self._title}: starting {', '.join(self._running)}")
-        for name in self._rows:
-            self.ask(name, "ready")
+        first_rows = {processes: name for name, processes in reversed(self._running.items())}
+        with ThreadPoolExecutor() as pool:  # all at the same time: nothing is measured yet
+            list(pool.map(lambda name: self.ask(name, "prepare"), first_rows.values()))
         for name in list(self._running):
             self._log(f"{self._title}: warming up {name}")
             if answers := self.ask(name, "warm_up", num_steps=num_warmup, **arguments.get(name, {})):

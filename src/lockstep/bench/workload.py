@@ -52,7 +52,7 @@ MODELS = {
     "resnet50": BenchModel(0.1, TrialSize(16, 1, 1), TrialSize(256, 10, 5), **IMAGES),
     "vit-b-16": BenchModel(on_cpu=TrialSize(8, 1, 1), on_gpu=TrialSize(256, 10, 5), **IMAGES, **LARGE),
 }
-RANDOM_BATCHES = 8  # of random samples
+RANDOM_BATCHES = 16  # of random samples
 SAME_FOR_ALL = (  # settings that `--set` cannot change, because they must be the same for all contenders
     "model", "data", "data_dir", "loss", "optimizer", "batch_size", "learning_rate", "momentum", "weight_decay",
     "precision", "num_epochs", "seed", "devices", "engine", "out",

@@ -100,7 +100,7 @@ class ModuleReplica:
             self._compiled = (with_compiled_blocks if repeats else BACKEND.compile)(module_state.call)
             self._compiled_loss = BACKEND.compile(self._loss)
         self._gpu_optimizer = GpuOptimizer(self._optimizer, self._device) if self._device.type == "cuda" else None
-        self._pinned = module_state.PinnedCopies()
+        self._pinned = module_state.PinnedCopies(self._device)
         self._has_computed = False
         self._in_eval_mode = module_state.modules_in_eval_mode(spec.module)
         self._step = 0  # the step that the buffers are prepared for
@@ -219,6 +219,7 @@ class ModuleReplica:
 
     def begin_update(self, step: int) -> None:
         """The host's part before an update."""
+        self._pinned.wait()
         if self._scheduler is None:
             for group, rate in zip(self._optimizer.param_groups, self._learning_rates, strict=True):
                 if rate is not None:
@@ -266,7 +267,7 @@ class ModuleReplica:
     def snapshot(self) -> Callable[[], dict[str, Array]]:
         if self._device.type == "cuda":
             self._undo_unfinished_step()
-            return self._pinned.take(module_state.saved_tensors(self.module), self._device)
+            return self._pinned.take(module_state.saved_tensors(self.module))
         arrays = self.arrays()
         return lambda: arrays
 

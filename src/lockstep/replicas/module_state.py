@@ -62,22 +62,33 @@ def arrays_of(module: nn.Module) -> dict[str, Array]:
 class PinnedCopies:
     """Copies of a GPU's tensors in pinned memory of the host, which is allocated once: nobody waits for them."""
 
-    def __init__(self) -> None:
-        self._copies: dict[str, Tensor] = {}
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._copies = device, dict[str, Tensor]()
+        self._stream: torch.cuda.Stream | None = None
+        self._event: torch.cuda.Event | None = None  # of the last copy
 
-    def take(self, tensors: dict[str, Tensor], device: torch.device) -> Callable[[], dict[str, Array]]:
+    def take(self, tensors: dict[str, Tensor]) -> Callable[[], dict[str, Array]]:
         """Copies them as they are after what is under way on the current stream; the arrays are read on demand."""
-        for name, tensor in tensors.items():
-            if name not in self._copies:
-                self._copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._copies[name].copy_(tensor.detach(), non_blocking=True)
-        event = torch.cuda.current_stream(device).record_event()
+        self._stream = self._stream or torch.cuda.Stream(self._device)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for name, tensor in tensors.items():
+                if name not in self._copies:
+                    self._copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                self._copies[name].copy_(tensor.detach(), non_blocking=True)
+        self._event = event = self._stream.record_event()
 
         def arrays() -> dict[str, Array]:
             event.synchronize()
             return {name: to_numpy(copy) for name, copy in self._copies.items()}
 
         return arrays
+
+    def wait(self) -> None:
+        """What comes next on the current stream may write to the tensors."""
+        if self._event is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._event)
+            self._event = None
 
 
 def checksum(tensor: Tensor) -> Tensor:

@@ -146,8 +146,8 @@ def _description(event: RunStarted) -> list[str]:
         f"{event.model or config['model']} ({event.num_parameters:,} parameters) on {config['data']} "
         f"({event.num_train_samples:,} training{test} samples)",
         f"batch {config['batch_size']} in {config['num_shards']} shards, {_optimization(config)}"
-        f"exchange {config['exchange']}, {config['backend']} {event.backend_version} on {_kind_of(event.devices)} "
-        f"[{', '.join(event.devices)}]",
+        f"exchange {config['exchange']}, engine {config['engine']}, {config['backend']} {event.backend_version} "
+        f"on {_kind_of(event.devices)} [{', '.join(event.devices)}]",
         *event.notes,
     ]
     if not event.keeps_bits:

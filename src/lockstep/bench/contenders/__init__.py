@@ -29,6 +29,10 @@ class ContenderRank(NamedTuple):
 class Runner(Protocol):
     """A contender, in one of its processes. Its methods are the commands that it is sent."""
 
+    def prepare(self) -> dict[str, Any]:
+        """Gets ready while the others do so too, where that takes long."""
+        ...
+
     def warm_up(self, **arguments: Any) -> dict[str, Any]:
         """Runs some steps and finds the fastest settings: `chosen` describes them."""
         ...

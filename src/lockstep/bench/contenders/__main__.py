@@ -23,9 +23,7 @@ def main() -> int:
         runner = contender.make(Workload(**setup["workload"]), ContenderRank(*setup["rank"]))
         for line in sys.stdin:
             request = json.loads(line)
-            is_ready = request["command"] == "ready"
-            fields = {"ready": True} if is_ready else getattr(runner, request["command"])(**request["arguments"])
-            answer(json.dumps(fields))
+            answer(json.dumps(getattr(runner, request["command"])(**request["arguments"])))
         runner.close()
     except Exception as problem:
         message = (str(problem).splitlines() or [""])[0]

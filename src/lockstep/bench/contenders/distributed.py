@@ -20,7 +20,7 @@ from lockstep.backends.hardware import cpu
 from lockstep.backends.torch import torch_device
 from lockstep.bench.contenders import ContenderRank
 from lockstep.bench.contenders.batches import from_loader, from_memory
-from lockstep.bench.contenders.models import WithLoss, module_for, peak_gpu_bytes, set_precision
+from lockstep.bench.contenders.models import WithLoss, module_for, peak_gpu_bytes, reset_gpu_peaks, set_precision
 from lockstep.bench.workload import Workload, load_samples
 from lockstep.core.device import Device
 from lockstep.partition.batch import even_ranges
@@ -67,7 +67,14 @@ class DistributedTraining:
             threads = [*sorted({1, max(cpu().num_cores // rank.num_ranks, 1)})]
         layouts = [True, False] if best and self._data.X_train.ndim == 4 else [False]
         self._tunings = [Tuning(*both) for both in product(threads, layouts)]
+        self._gpus = [device.index] if device.type == "cuda" else []
         self._build(self._tunings[0])
+
+    def prepare(self) -> dict[str, Any]:
+        """Compiles."""
+        if self._workload.is_on_gpu:
+            self.run(1)
+        return {}
 
     def _build(self, tuning: Tuning) -> None:
         """Starts over, with these settings."""
@@ -99,6 +106,7 @@ class DistributedTraining:
             tuning = self._tunings[int(fastest)]
             self._build(tuning)
         if num_steps:
+            reset_gpu_peaks(self._gpus)
             self.run(num_steps)
         return {"chosen": str(tuning)}
 
@@ -115,8 +123,8 @@ class DistributedTraining:
             self._library.backward(loss)
             self._optimizer.step()
         barrier(self._device)
-        seconds, gpus = time.perf_counter() - began, [self._device.index] if self._device.type == "cuda" else []
-        return {"seconds": seconds, "loss": float(loss), "peak_bytes": peak_gpu_bytes(gpus)}
+        seconds = time.perf_counter() - began
+        return {"seconds": seconds, "loss": float(loss.detach()), "peak_bytes": peak_gpu_bytes(self._gpus)}
 
     def close(self) -> None:
         """Exits at once: there is nothing to save, and libraries take seconds to shut down."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lockstep.bench.contenders import ContenderRank
-from lockstep.bench.contenders.models import peak_gpu_bytes
+from lockstep.bench.contenders.models import peak_gpu_bytes, reset_gpu_peaks
 from lockstep.bench.workload import Workload, load_samples
 from lockstep.core.device import Device
 from lockstep.core.layout import sha256_of
@@ -34,8 +34,15 @@ class LockstepRun:
         self._events = self._training.events()
         self._incidents: list[str] = []
 
+    def prepare(self) -> dict[str, Any]:
+        """Compiles and captures."""
+        if self._gpus:
+            self._advance(1)
+        return {}
+
     def warm_up(self, num_steps: int) -> dict[str, Any]:
         self._advance(num_steps)
+        reset_gpu_peaks(self._gpus)
         return {"chosen": "; ".join(self._incidents)}
 
     def run(self, num_steps: int) -> dict[str, Any]:

@@ -54,9 +54,17 @@ class WithLoss(nn.Module):
         return loss_sum(self.module(X), y)
 
 
+def reset_gpu_peaks(gpus: Iterable[int]) -> None:
+    """What was needed before, to prepare, does not count."""
+    for number in gpus:
+        torch.cuda.synchronize(number)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(number)
+
+
 def peak_gpu_bytes(gpus: Iterable[int]) -> int:
-    """The most memory that this process had in use on one of these GPUs."""
-    return max((torch.cuda.max_memory_allocated(number) for number in gpus), default=0)
+    """The most memory that PyTorch took from one of these GPUs, with that of CUDA graphs."""
+    return max((torch.cuda.max_memory_reserved(number) for number in gpus), default=0)
 
 
 def set_precision(precision: str) -> None:

@@ -30,6 +30,10 @@ class Text:
         module = module_for(workload, data)
         self._replicas = [copy.deepcopy(module).to(device) for device in self._devices]
 
+    def prepare(self) -> dict[str, Any]:
+        """Nothing takes long."""
+        return {}
+
     def warm_up(self, num_steps: int) -> dict[str, Any]:
         if num_steps:
             self.run(num_steps)
