@@ -49,9 +49,9 @@ def test_cross_entropy_is_that_of_pytorch_in_double_precision(dtype):
     exact = scores.detach().double().requires_grad_()
     expected = F.cross_entropy(exact, labels, reduction="none")
     expected.backward(weights.double())
-    torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(losses.detach().double(), expected.detach(), rtol=1e-5, atol=1e-5)
     tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-5
-    torch.testing.assert_close(scores.grad.double(), exact.grad, rtol=tolerance, atol=1e-7)
+    torch.testing.assert_close(scores.grad.double(), exact.grad, rtol=tolerance, atol=2e-6)
     again = fused_cross_entropy(scores, labels, -100)
     assert torch.equal(again, losses)
 

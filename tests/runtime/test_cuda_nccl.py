@@ -81,9 +81,9 @@ def runs_of(tmp_path_factory):
     started = {}
 
     def start(name, *arguments):
-        out, err = (folder / f"{name}.{what}" for what in ("out", "err"))
         command = [sys.executable, str(path), *arguments]
-        started[name] = subprocess.Popen(command, stdout=out.open("w"), stderr=err.open("w"), cwd=folder, env=ENV)
+        with (folder / f"{name}.out").open("w") as out, (folder / f"{name}.err").open("w") as err:
+            started[name] = subprocess.Popen(command, stdout=out, stderr=err, cwd=folder, env=ENV)
 
     for case in CASES:
         for engine in ("inprocess", "processes"):

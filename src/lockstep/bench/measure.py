@@ -50,7 +50,8 @@ class Measurement:
         for trial in range(1, num_trials + 1):
             for name, row in self._rows.items():
                 if answers := self.ask(name, "run", num_steps=num_steps, **arguments.get(name, {})):
-                    row.seconds.append(answers[0]["seconds"] / num_steps)  # rank 0 stops its clock after a barrier
+                    done = answers[0].get("num_steps", num_steps)
+                    row.seconds.append(answers[0]["seconds"] / done)  # rank 0 stops its clock after a barrier
                     row.peak_bytes = max(answer.get("peak_bytes", 0) for answer in answers)
                     if "loss" in answers[0]:
                         row.losses.append(sum(answer["loss"] for answer in answers) / len(answers))

@@ -42,33 +42,49 @@ class LockstepRun:
 
     def warm_up(self, num_steps: int) -> dict[str, Any]:
         self._advance(num_steps)
+        self._finish_epoch()
         reset_gpu_peaks(self._gpus)
         return {"chosen": "; ".join(self._incidents)}
 
     def run(self, num_steps: int) -> dict[str, Any]:
-        self._synchronize()  # steps in flight were started by the trial before; as many are in flight at the end
+        """A trial: `num_steps`, or on GPUs an epoch, at whose end no step is in flight."""
+        self._synchronize()
         began = time.perf_counter()
-        self._advance(num_steps)
+        if self._gpus:
+            num_steps = self._finish_epoch()
+        else:
+            self._advance(num_steps)
         self._synchronize()
         seconds = time.perf_counter() - began
-        losses = self._training.progress.losses[-self._config.num_shards :]  # of the last step's shards
-        loss = math.fsum(losses) / self._config.batch_size
-        return {"seconds": seconds, "loss": loss, "peak_bytes": peak_gpu_bytes(self._gpus)}
+        progress = self._training.progress
+        if progress.losses:
+            loss = math.fsum(progress.losses[-self._config.num_shards :]) / self._config.batch_size  # of the last step
+        else:
+            loss = progress.history[-1].train_loss  # of the epoch
+        return {"seconds": seconds, "num_steps": num_steps, "loss": loss, "peak_bytes": peak_gpu_bytes(self._gpus)}
 
     def finish(self) -> dict[str, Any]:
-        """The hash of the weights; on GPUs, where steps may be in flight, at the end of the epoch."""
-        while self._gpus and not isinstance(next(self._events), EpochDone):
-            pass
+        """The hash of the weights."""
         assert self._training.replicas is not None, "the run has started"
         weights = self._training.replicas.weights()
         return {"weights_sha256": sha256_of([weights[name] for name in self._prepared.task.parameters])}
 
     def _advance(self, num_steps: int) -> None:
         while num_steps:
-            event = next(self._events)
-            num_steps -= isinstance(event, StepDone)
-            if isinstance(event, Incident):
-                self._incidents.append(event.sentence)
+            num_steps -= isinstance(self._next_event(), StepDone)
+
+    def _finish_epoch(self) -> int:
+        """Goes on to the end of the epoch on GPUs, where steps are in flight until then; the number of steps."""
+        num_steps = 0
+        while self._gpus and not isinstance(event := self._next_event(), EpochDone):
+            num_steps += isinstance(event, StepDone)
+        return num_steps
+
+    def _next_event(self) -> Any:
+        event = next(self._events)
+        if isinstance(event, Incident):
+            self._incidents.append(event.sentence)
+        return event
 
     def _synchronize(self) -> None:
         for number in self._gpus:
