@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     )
     from lockstep.core.errors import LockstepError
 
-__version__ = "0.6.0"  # the one place: pyproject.toml reads it from here
+__version__ = "0.7.0"  # the one place: pyproject.toml reads it from here
 
 __all__ = [
     "LockstepError",

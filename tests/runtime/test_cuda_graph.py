@@ -12,6 +12,7 @@ import lockstep
 from lockstep.backends.torch import TorchBackend
 from lockstep.backends.torch_gradient_pieces import GradientPieces
 from lockstep.core.errors import RunError
+from lockstep.replicas.half_weights import HalfWeights
 from lockstep.runtime.held_values import HeldValues
 
 
@@ -174,6 +175,21 @@ def test_captured_steps_give_the_bits_of_eager_steps(capture, how, devices):
     assert found.buffers_sha256 == expected.buffers_sha256
     assert [done.train_loss for done in found.history] == [done.train_loss for done in expected.history]
     assert found.first_loss == expected.first_loss
+
+
+def test_captured_steps_cast_weights_once_and_give_the_bits_of_eager_steps(capture, monkeypatch):
+    made, init = [], HalfWeights.__init__
+
+    def note(self, params):
+        init(self, params)
+        made.append(len(params))
+
+    monkeypatch.setattr(HalfWeights, "__init__", note)
+    how = {**SETTINGS, "model": net_with_everything, "precision": "bf16", "num_epochs": 1}
+    found = lockstep.train(**how, devices="cpu:0,cpu:1")
+    assert capture.num_replayed == found.steps
+    assert 4 in made  # weights and biases of the convolution and of the linear layer; batch norm's are not cast
+    assert found.weights_sha256 == lockstep.train(**how, devices="cpu:0", capture=False).weights_sha256
 
 
 @pytest.mark.parametrize("engine", ["inprocess", "processes"])

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -82,8 +83,7 @@ class FlatReplica(Capturable):
         return dict(zip(layout.names, layout.unflatten(flat), strict=True))
 
     def snapshot(self) -> Callable[[], dict[str, Array]]:
-        arrays = self.arrays()
-        return lambda: arrays
+        return partial(dict, self.arrays())
 
     def is_finite(self) -> bool:
         return bool(np.isfinite(self._spec.backend.to_numpy(self.flat)).all())

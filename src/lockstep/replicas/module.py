@@ -268,8 +268,7 @@ class ModuleReplica:
         if self._device.type == "cuda":
             self._undo_unfinished_step()
             return self._pinned.take(module_state.saved_tensors(self.module))
-        arrays = self.arrays()
-        return lambda: arrays
+        return partial(dict, self.arrays())
 
     def is_finite(self) -> bool:
         largest = torch._foreach_norm([param.detach() for param in self.module.parameters()], float("inf"))

@@ -1,0 +1,78 @@
+"""Our step and DistributedDataParallel's on one GPU, one after the other in one process: milliseconds and memory.
+
+    python benchmarks/gpu.py gpt2 --precision bf16 ddp 8 1
+    python benchmarks/gpu.py gpt2 --precision bf16 ddp-compiled 8,compile
+
+`8` is our step with 8 shards, `8,compile` the same compiled, `8,eager` without CUDA graphs. (`lockstep bench` takes
+turns instead, and needs a GPU with memory for all contenders at once.)
+"""
+
+import argparse
+import gc
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from lockstep.bench.contenders import ContenderRank
+from lockstep.bench.contenders.distributed import ddp_best, ddp_compiled
+from lockstep.bench.contenders.lockstep import LockstepRun
+from lockstep.bench.workload import MODELS, Workload, workload_for
+from lockstep.core.device import Device
+from lockstep.runtime.store import serve_store
+
+DDP = {"ddp": ddp_best, "ddp-compiled": ddp_compiled}
+RANK = ContenderRank(0, 1, "cuda:0", 0, "")
+
+
+def started(what: str, workload: Workload, closing: ExitStack) -> Callable[[int], float]:
+    """A contender that is warm: a function that runs so many steps, and gives the seconds of one."""
+    if what in DDP:
+        store, port, _ = serve_store()
+        closing.callback(dist.destroy_process_group)
+        contender = DDP[what](workload, RANK._replace(store_port=port, store_prefix=what))
+        closing.callback(lambda kept=store: None)  # the store serves as long as something refers to it
+    else:
+        number, *options = what.split(",")
+        settings = {"compile": "compile" in options, "capture": "eager" not in options}
+        contender = LockstepRun(replace(workload, num_shards=int(number), settings=settings), RANK)
+        closing.callback(contender.close)
+    contender.prepare()
+    print(f"{what}: {contender.warm_up(workload.num_warmup)['chosen']}")
+
+    def run(num_steps: int) -> float:
+        done = contender.run(num_steps)
+        return float(done["seconds"] / done.get("num_steps", num_steps))
+
+    return run
+
+
+def main() -> None:
+    """Measures what is named on the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", choices=sorted(MODELS))
+    parser.add_argument("what", nargs="+", help="ddp, ddp-compiled, or a number of shards: 8 or 8,compile")
+    parser.add_argument("--precision", default="fp32")
+    parser.add_argument("--trials", type=int, default=3)
+    options = parser.parse_args()
+    workload, _ = workload_for(options.model, [Device("cuda:0")], options.precision)
+    for what in options.what:
+        began = time.perf_counter()
+        with ExitStack() as closing:
+            run = started(what, workload, closing)
+            ready = time.perf_counter() - began
+            seconds = median(run(workload.num_steps) for _ in range(options.trials))
+            peak = torch.cuda.max_memory_reserved() / 2**30
+            print(f"{options.model} {options.precision} {what:16} {1000 * seconds:8.2f} ms  {peak:5.1f} GiB  "
+                  f"ready in {ready:.0f} s", flush=True)  # fmt: skip
+            del run
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
