@@ -3,6 +3,7 @@
 import os
 import random
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -30,12 +31,16 @@ def deterministic_session(devices: list[Device]) -> Iterator[None]:
         undo.enter_context(freed_memory_kept())
         if torch.cuda.is_initialized():
             undo.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
+        # not `torch.use_deterministic_algorithms`: that imports the compiler, for a setting that we give it ourselves
+        use_deterministic_algorithms = torch._C._set_deterministic_algorithms
         undo.callback(
-            torch.use_deterministic_algorithms,
+            use_deterministic_algorithms,
             torch.are_deterministic_algorithms_enabled(),
             warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
         )
-        torch.use_deterministic_algorithms(True)
+        use_deterministic_algorithms(True)
+        undo.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # the compiler's advice: it costs bits
         # a debugging aid of deterministic mode, which costs a pass over every new tensor
         _set(undo, torch.utils.deterministic, "fill_uninitialized_memory", False)
         if hasattr(

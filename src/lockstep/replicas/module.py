@@ -271,8 +271,7 @@ class ModuleReplica:
         return partial(dict, self.arrays())
 
     def is_finite(self) -> bool:
-        largest = torch._foreach_norm([param.detach() for param in self.module.parameters()], float("inf"))
-        return bool(torch.stack([number.float() for number in largest]).isfinite().all())
+        return module_state.are_finite(self.module.parameters())
 
     def fingerprints(self) -> dict[str, str]:
         if self._device.type == "cpu":

@@ -1,7 +1,7 @@
 """A module as a whole: copied, called, loaded, read, compared."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -89,6 +89,13 @@ class PinnedCopies:
         if self._event is not None:
             torch.cuda.current_stream(self._device).wait_event(self._event)
             self._event = None
+
+
+def are_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether they have finite numbers only."""
+    wanted = [tensor.detach() for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
+    largest = torch._foreach_norm(wanted, float("inf")) if wanted else []
+    return not largest or bool(torch.stack([number.isfinite() for number in largest]).all())
 
 
 def checksum(tensor: Tensor) -> Tensor:
