@@ -114,7 +114,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores: Tensor, labels: Tensor, ignored: int) -> Tensor:
         num_rows, num_classes = scores.shape
-        losses, sums = torch.empty(2, num_rows, device=scores.device).unbind()
+        losses, sums = (torch.empty(num_rows, dtype=torch.float32, device=scores.device) for _ in range(2))
         kernel = _kernels(scores.dtype, ignored, scores.device)["forward"]
         kernel((num_rows, 1, 1), (NUM_THREADS, 1, 1), [scores, labels, losses, sums, num_classes])
         ctx.save_for_backward(scores, labels, sums)
