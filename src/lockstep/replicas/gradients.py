@@ -43,7 +43,8 @@ class Gradients:
         self.clear()
         vector, self._vector = self._vector, None
         if vector is None:
-            return gradients, self._together(gradients)
+            is_on_cpu = self._device.type == "cpu"  # a GPU would wait for the launches of many small additions
+            return gradients, self._pieces(gradients) if is_on_cpu else self.flat(gradients)
         if self._accumulated_twice is not None and vector.is_shared:
             raise RunError(
                 f"The gradient of {self._names[self._accumulated_twice]} is being exchanged, and comes once more in "
@@ -65,12 +66,8 @@ class Gradients:
             raise CaptureError("the model uses activation checkpointing with use_reentrant=True") from problem
         self._check_originals(gradient is not None for gradient in found[len(edges) :])
         gradients = list(found[: len(edges)])
-        return gradients, self._together(gradients)
-
-    def _together(self, gradients: list[Tensor | None]) -> Tensor | Pieces:
-        """All of them, in pieces where these can be added."""
         can_add = self._device.type == "cpu" or can_compile_kernels()
-        return self._pieces(gradients) if can_add else self.flat(gradients)
+        return gradients, self._pieces(gradients) if can_add else self.flat(gradients)
 
     def flat(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """All of them as one vector."""
