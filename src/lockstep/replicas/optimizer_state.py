@@ -12,6 +12,7 @@ from torch import Tensor
 from lockstep.core.errors import ConfigError, RunError
 from lockstep.replicas.module_state import to_numpy
 
+NOT_STATE = ("params", "fused", "foreach", "capturable")  # the last three are how a kind of device computes the update
 SAME = "Resume with the same optimizer and scheduler, or start another run in another folder (--out)."
 
 
@@ -47,7 +48,7 @@ def _load_exactly(optimizer: torch.optim.Optimizer, saved: dict[str, Any], devic
     if [len(group["params"]) for group in saved["param_groups"]] != [len(group["params"]) for group in groups]:
         raise ConfigError(f"The checkpoint's optimizer has other groups of parameters. {SAME}")
     for group, values in zip(groups, saved["param_groups"], strict=True):
-        group.update({name: value for name, value in values.items() if name != "params"})
+        group.update({name: value for name, value in values.items() if name not in NOT_STATE})
     params = [param for group in groups for param in group["params"]]
     for number, entries in saved["state"].items():
         optimizer.state[params[number]] = {
