@@ -122,6 +122,7 @@ class ModuleReplica:
         if trained != [id(param) for param in self._params]:
             raise RunError("The module changed which parameters are trained (requires_grad) in mid-run. Do it before.")
         if self._step != step:
+            self._pinned.wait()  # a forward pass writes to buffers
             self._step = step
             self._first_step = self._first_step or step
             self._is_unfinished = True
