@@ -107,7 +107,7 @@ class RunConfig:
     compile: bool = setting(
         False, "Compile the model (torch.compile): faster steps; the weights differ from those without.", IDENTITY
     )
-    capture: bool = setting(True, "Capture steps on one GPU as a CUDA graph.")
+    capture: bool = setting(True, "Capture steps on GPUs as CUDA graphs.")
     trace: bool = setting(False, "Write a timeline of every device to trace.json, for Chrome or Perfetto.", AGREED)
     workers: int | None = setting(
         None, "Processes that load a map-style dataset. Default: one a core, at most 4.", limits={">=": 0, "<=": 256}

@@ -1,6 +1,6 @@
 """A step with an all-reduce over NCCL, captured as one CUDA graph by hand: the bits of the eager step.
 
-Steps on several GPUs are not captured yet. This holds that nothing in a step stands in the way.
+Lockstep leaves NCCL out of its graphs (decision 11). This holds that nothing in a step stands in the way.
 """
 
 import numpy as np

@@ -57,5 +57,4 @@ class Bert(nn.Module):
 
 def bert(data: Dataset) -> Bert:
     """The model for the sequences of a dataset: a target at every position, -100 where none counts."""
-    num_tokens, length = token_counts(data, "bert")
-    return Bert(-(-num_tokens // 64) * 64, length)
+    return Bert(*token_counts(data, "bert", multiple_of=64))

@@ -71,7 +71,6 @@ class Gradients:
 
     def flat(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """All of them as one vector."""
-        self._check_dense(gradients)
         return self._pieces(gradients).flat()
 
     def _pieces(self, gradients: Sequence[Tensor | None]) -> GradientPieces:

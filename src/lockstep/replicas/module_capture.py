@@ -17,7 +17,7 @@ from lockstep.replicas.shard_module import ShardModule
 
 
 class CapturableModuleReplica(ModuleReplica, Capturable):
-    """A replica whose shards can be computed side by side, and captured. Its update always runs eagerly."""
+    """A replica whose shards can be computed side by side, and captured."""
 
     _is_captured = False
 
