@@ -192,6 +192,33 @@ def test_captured_steps_cast_weights_once_and_give_the_bits_of_eager_steps(captu
     assert found.weights_sha256 == lockstep.train(**how, devices="cpu:0", capture=False).weights_sha256
 
 
+class Squares(torch.utils.data.Dataset):
+    """Samples that are loaded one by one; 200 of them are batches of 64 and one of 8."""
+
+    def __len__(self):
+        return 200
+
+    def __getitem__(self, number):
+        return torch.rand(6, generator=torch.Generator().manual_seed(number)), number % 3
+
+
+@pytest.mark.parametrize("devices", ["cpu:0", "cpu:0,cpu:1,cpu:2"])
+@pytest.mark.parametrize("kind", ["capture", "rank_capture"])
+def test_loaded_samples_reach_captured_steps(request, kind, devices):
+    found = request.getfixturevalue(kind)
+
+    def train(**how):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 3))
+        how = {"batch_size": 64, "epochs": 2, "lr": 0.1, "workers": 0, "quiet": True, **how}
+        return lockstep.train(model=model, data=Squares(), **how)
+
+    captured = train(devices=devices)
+    num_captures = 3 if kind == "rank_capture" and devices != "cpu:0" else 1
+    assert found.num_replayed == num_captures * captured.steps
+    assert captured.weights_sha256 == train(devices="cpu:0", capture=False).weights_sha256
+
+
 @pytest.mark.parametrize("engine", ["inprocess", "processes"])
 @pytest.mark.parametrize("model", ["lenet", net_with_everything])
 @pytest.mark.parametrize("exchange", ["sharded", "ring"])
