@@ -4,7 +4,8 @@
     python benchmarks/gpu.py gpt2 --precision bf16 ddp-compiled 8,compile
 
 `8` is our step with 8 shards, `8,compile` the same compiled, `8,eager` without CUDA graphs. (`lockstep bench` takes
-turns instead, and needs a GPU with memory for all contenders at once.) Not yet run on a GPU in this form.
+turns instead, and needs a GPU with memory for all contenders at once.) Memory is what is
+reserved; a contender that follows a larger one can show some of its, so measure memory in a process of its own.
 """
 
 import argparse

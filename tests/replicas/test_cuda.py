@@ -126,6 +126,7 @@ def test_loaded_samples_are_captured_and_give_the_bits_of_eager_steps(capsys):
     assert train(devices="cuda:0,cuda:0") == captured
 
 
+@pytest.mark.filterwarnings("ignore")  # of the compiler, which takes them for errors
 def test_compiled_dropout_is_keyed_by_the_shard():
     make, data = CASES["transformer"]
 

@@ -1,12 +1,16 @@
-"""Our own kernels on a GPU: sums of gradients in the order of the tree, and cross-entropy."""
+"""Our own kernels on a GPU: sums of gradients in the order of the tree, cross-entropy, attention."""
 
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 
+from lockstep.backends.torch_attention import can_replace
 from lockstep.backends.torch_cross_entropy import can_fuse, fused_cross_entropy
 from lockstep.backends.torch_gradient_pieces import GradientPieces
 from lockstep.backends.torch_kernels import can_compile_kernels
+from lockstep.backends.torch_session import deterministic_session
+from lockstep.core.device import Device
 from lockstep.core.layout import Layout
 from lockstep.schedules.reduction_tree import sum_with_brackets
 
@@ -62,3 +66,40 @@ def test_scores_that_are_no_numbers_give_a_loss_that_is_none():
     scores[2, 7] = float("inf")
     losses = fused_cross_entropy(scores, torch.zeros(4, dtype=torch.int64, device=GPU), -100)
     assert losses.isfinite().tolist() == [True, False, False, True]
+
+
+ATTENTION = [
+    (2, 3, 197, 64, False),
+    (2, 3, 200, 64, True),
+    (1, 2, 256, 32, True),
+    (2, 2, 130, 128, True),
+    (1, 1, 1, 64, True),
+]
+
+
+@pytest.mark.filterwarnings("ignore")  # of the profiler
+@pytest.mark.parametrize(("samples", "heads", "length", "width", "is_causal"), ATTENTION)
+def test_attention_in_a_session_has_the_gradients_of_pytorch(samples, heads, length, width, is_causal):
+    torch.manual_seed(0)
+    joined = torch.randn(samples, length, 3 * heads * width, device=GPU, dtype=torch.bfloat16, requires_grad=True)
+    weights = torch.randn(samples, length, heads, width, device=GPU).transpose(1, 2)
+
+    def gradient_of(inputs, **how):
+        parts = inputs.view(samples, length, 3, heads, width).permute(2, 0, 3, 1, 4)
+        found = F.scaled_dot_product_attention(*parts, is_causal=is_causal, **how)
+        return torch.autograd.grad(found, inputs, weights.to(found.dtype))[0]
+
+    exact = gradient_of(joined.detach().double().requires_grad_())
+    with deterministic_session([Device("cuda:0")]):
+        found, again = gradient_of(joined), gradient_of(joined)
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            gradient_of(joined)
+        gradient_of(joined, dropout_p=0.5)  # PyTorch's
+        gradient_of(joined.detach().float().requires_grad_())
+    assert torch.equal(found, again)
+    assert (found.double() - exact).norm() < 0.02 * exact.norm()
+    if can_replace():
+        assert any("_keys_and_values" in event.name for event in seen.events())
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        gradient_of(joined)
+    assert not any("_keys_and_values" in event.name for event in seen.events())

@@ -208,12 +208,16 @@ def test_a_new_folder_is_named_after_the_run_and_the_time_and_never_exists(tmp_p
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runlog.time, "strftime", lambda form: f"time({form})")
     first = Path("runs/lenet-time(%Y%m%d-%H%M%S)")
-    assert new_folder("lenet") == first
+    with new_folder("lenet") as one, new_folder("lenet") as other:  # two runs that start in the same second
+        assert (one, other) == (first, Path(f"{first}-2"))
+        assert one.is_dir()
+        assert other.is_dir()
     assert names_in(tmp_path) == []
     first.mkdir(parents=True)
-    assert new_folder("lenet") == Path(f"{first}-2")
     Path(f"{first}-2").write_text("a file is in the way as well")
-    assert new_folder("lenet") == Path(f"{first}-3")
+    with new_folder("lenet") as folder:
+        (folder / "kept").touch()
+    assert names_in(tmp_path / "runs" / f"{first.name}-3") == ["kept"]
 
 
 @pytest.mark.parametrize("num_epochs", [1, 2])

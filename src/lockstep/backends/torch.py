@@ -1,5 +1,6 @@
 """PyTorch on CPUs and NVIDIA GPUs; `torch_*.py` beside it have its session, graph capture and LeNet on CPU."""
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -220,6 +221,8 @@ _PREPARING = threading.Lock()  # threads of several ranks would import PyTorch's
 
 @cache  # one for all replicas
 def _compiled(function: Any) -> Any:
+    # without worker processes: with them compiling took as long, and the program waited for them at its end
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     import torch._dynamo.config as limits  # slow to import
     import torch._functorch.config as functorch
 

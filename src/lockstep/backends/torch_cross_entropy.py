@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.backends.torch_kernels import NUM_THREADS, can_compile_kernels, compile_kernel
+from lockstep.backends.torch_kernels import NUM_THREADS, can_compile_kernels, compile_kernel, launch
 
 MIN_CLASSES = 512  # for fewer, PyTorch's kernels are as fast
 
@@ -116,7 +116,7 @@ class _CrossEntropy(torch.autograd.Function):
         num_rows, num_classes = scores.shape
         losses, sums = (torch.empty(num_rows, dtype=torch.float32, device=scores.device) for _ in range(2))
         kernel = _kernels(scores.dtype, ignored, scores.device)["forward"]
-        kernel((num_rows, 1, 1), (NUM_THREADS, 1, 1), [scores, labels, losses, sums, num_classes])
+        launch(kernel, num_rows, [scores, labels, losses, sums, num_classes])
         ctx.save_for_backward(scores, labels, sums)
         ctx.ignored = ignored
         return losses
@@ -127,7 +127,7 @@ class _CrossEntropy(torch.autograd.Function):
         (num_rows, num_classes), found = scores.shape, torch.empty_like(scores)
         kernel = _kernels(scores.dtype, ctx.ignored, scores.device)["backward"]
         arguments = [scores, labels, sums, gradients.float().contiguous(), found, num_classes]
-        kernel((num_rows, 1, 1), (NUM_THREADS, 1, 1), arguments)
+        launch(kernel, num_rows, arguments)
         return found, None, None
 
 

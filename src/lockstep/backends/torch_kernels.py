@@ -1,5 +1,6 @@
 """CUDA kernels that PyTorch has no operation for, compiled at their first use by the compiler that PyTorch carries."""
 
+import threading
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -9,6 +10,7 @@ from torch import Tensor
 
 NUM_THREADS = 256
 WIDTH = 4  # entries of a thread
+_THREAD = threading.local()
 
 _CTYPES = {torch.float32: "float", torch.bfloat16: "unsigned short"}
 
@@ -50,6 +52,14 @@ def compile_kernel(source: str, name: str) -> Any:
     return torch.cuda._compile_kernel(source, name)
 
 
+def launch(kernel: Any, num_blocks: int, arguments: list[Any]) -> None:
+    """Starts a kernel on the current stream."""
+    if not hasattr(_THREAD, "has_context"):  # PyTorch's first operation in a thread makes one; this may be the first
+        torch.zeros(1, device=arguments[0].device)
+        _THREAD.has_context = True
+    kernel(grid=(num_blocks, 1, 1), block=(NUM_THREADS, 1, 1), args=arguments)
+
+
 def add_gradients(brackets: str, out: Tensor, addends: Sequence[Tensor | None]) -> None:
     """Fills a float32 vector on a GPU with the sum x0 + x1 + ... in these brackets; an addend that is None is zero.
 
@@ -60,7 +70,7 @@ def add_gradients(brackets: str, out: Tensor, addends: Sequence[Tensor | None]) 
     num_blocks = -(-out.numel() // (NUM_THREADS * WIDTH))
     if num_blocks:
         arguments = [out, out.numel(), *(x for x in addends if x is not None)]
-        kernel(grid=(num_blocks, 1, 1), block=(NUM_THREADS, 1, 1), args=arguments)
+        launch(kernel, num_blocks, arguments)
 
 
 @cache

@@ -12,6 +12,7 @@ import torch
 
 from lockstep.backends.malloc import freed_memory_kept
 from lockstep.backends.process_settings import one_at_a_time
+from lockstep.backends.torch_attention import deterministic_attention
 from lockstep.core.device import Device
 
 # Held while the process's random number generators are replaced, and meanwhile code may be compiled, for which PyTorch
@@ -54,6 +55,8 @@ def deterministic_session(devices: list[Device]) -> Iterator[None]:
             enable = getattr(torch.backends.cuda, f"enable_{kernel}_sdp")
             undo.callback(enable, getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")())
             enable(is_deterministic)
+        if any(device.kind == "cuda" for device in devices):
+            undo.enter_context(deterministic_attention())
         for operation in _with_precision():
             _set(undo, operation, "fp32_precision", "ieee")  # no TF32, no bfloat16 inside
         for number in {device.number for device in devices if device.kind == "cuda"}:

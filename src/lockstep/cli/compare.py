@@ -1,5 +1,6 @@
 """`lockstep compare`: the text's first two exercises, a sweep over device counts, batch sizes and learning rates."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,9 +33,9 @@ def compare(
 
     base = RunConfig(checkpoint_every=0, **options.config_settings(settings))
     sweep = make_sweep(base, devices, batch_size, lr, scale_batch)
-    folder = out or new_folder("compare")
-    rows = run_sweep(sweep, folder)
-    save_sweep(rows, folder)
+    with nullcontext(out) if out else new_folder("compare") as folder:
+        rows = run_sweep(sweep, folder)
+        save_sweep(rows, folder)
     if json:
         typer.echo(to_json({"rows": [row.plain() for row in rows], "sentence": sentence(rows), "out": folder}))
         return

@@ -1,5 +1,6 @@
 """`lockstep train`: the text's experiment, or a model and data of your own, on k devices."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,9 +27,9 @@ def train(
     chosen = options.config_settings(settings)
     if resume and chosen["out"] is not None:
         chosen |= recorded_settings(context, chosen["out"])
-    elif not resume:
-        chosen["out"] = chosen["out"] or new_folder(f"{short(chosen['model'])}-{short(chosen['data'])}")
-    result = run(RunConfig(**chosen), resume=resume)
+    is_named = resume or chosen["out"] is not None
+    with nullcontext(chosen["out"]) if is_named else new_folder(name_of(chosen)) as chosen["out"]:
+        result = run(RunConfig(**chosen), resume=resume)
     if prints_result():
         typer.echo(to_json(result.summary()) if json else result.lines())
 
@@ -61,6 +62,6 @@ def recorded_settings(context: typer.Context, folder: Path) -> dict[str, Any]:
     return found
 
 
-def short(name: str) -> str:
+def name_of(settings: dict[str, Any]) -> str:
     """A name for a folder: of `package.file:function` and of a path only the last part."""
-    return Path(name.rpartition(":")[2] or name).stem
+    return "-".join(Path(name.rpartition(":")[2] or name).stem for name in (settings["model"], settings["data"]))

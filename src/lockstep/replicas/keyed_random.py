@@ -131,13 +131,17 @@ class KeyedRandom(TorchDispatchMode):
         """The GPU's default generator is the shard's meanwhile: a kernel gets its numbers when it is launched."""
         default = torch.cuda.default_generators[self.generator.device.index]
         with DEFAULT_GENERATORS:
-            theirs, before = default.graphsafe_get_state(), self.generator.get_offset()
+            theirs, before = default.graphsafe_get_state(), self._offset()
             default.graphsafe_set_state(self.generator.graphsafe_get_state())
             try:
                 yield
             finally:
                 default.graphsafe_set_state(theirs)
-            self.has_drawn |= self.generator.get_offset() != before
+            self.has_drawn |= self._offset() != before
+
+    def _offset(self) -> int | None:
+        """How many numbers were drawn on the GPU; while a step is captured, none are, and PyTorch refuses to say."""
+        return None if torch.cuda.is_current_stream_capturing() else self.generator.get_offset()
 
     def _check(self, generator: torch.Generator) -> None:
         """Refuses a generator that continues from shard to shard; one that was just seeded is as good as a key."""

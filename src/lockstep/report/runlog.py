@@ -11,7 +11,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from itertools import chain, count
 from pathlib import Path
@@ -121,11 +121,33 @@ class RunLog:
             out.write(to_json({"event": kind, **fields}).encode() + b"\n")
 
 
-def new_folder(name: str) -> Path:
-    """A folder under runs/ that does not exist yet, named after what is run and when."""
+@contextlib.contextmanager
+def new_folder(name: str) -> Iterator[Path]:
+    """A new folder under runs/, named after what is run and when; removed again if it stays empty.
+
+    It is made at once, so that runs that start in the same second get different ones.
+    """
     name = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    names = chain([name], (f"{name}-{number}" for number in count(2)))
-    return next(folder for folder in map(Path("runs").joinpath, names) if not folder.exists())
+    parent, names = Path("runs"), chain([name], (f"{name}-{number}" for number in count(2)))
+    made = [parent] if not parent.exists() else []
+    folder = next(folder for folder in map(parent.joinpath, names) if _is_made(folder))
+    try:
+        yield folder
+    finally:
+        with contextlib.suppress(OSError):  # not empty
+            for path in (folder, *made):
+                path.rmdir()
+
+
+def _is_made(folder: Path) -> bool:
+    """Makes a folder; False if it exists. One that cannot be made is refused where the run starts."""
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def check_folder(folder: Path, is_resumed: bool = False) -> None:

@@ -1,0 +1,107 @@
+"""During a run on a GPU, PyTorch's flash attention is computed by our kernels where they are faster.
+
+In deterministic mode its own backward pass adds the gradients of queries in memory, in turns, and takes twice as long.
+"""
+
+import importlib.util
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WIDTHS = 32, 64, 128  # of a head
+HOPPER = 9, 0  # what it was measured on
+
+
+@cache
+def can_replace() -> bool:
+    """Whether the kernels run here: on all GPUs of this machine, or on none, so that all have the same bits."""
+    gpus = range(torch.cuda.device_count())
+    return (
+        bool(gpus)
+        and importlib.util.find_spec("triton") is not None
+        and all(torch.cuda.get_device_capability(gpu) == HOPPER for gpu in gpus)
+    )
+
+
+@contextmanager
+def deterministic_attention() -> Iterator[None]:
+    """While it is entered, flash attention is ours: in eager, captured and compiled code."""
+    if not can_replace():
+        yield
+        return
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a kernel is replaced
+        library.impl("_scaled_dot_product_flash_attention", _forward, "CUDA")
+        library.impl("_scaled_dot_product_flash_attention_backward", _backward, "CUDA")
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def _forward(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    dropout: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    """As PyTorch declares it: its output, and what its backward pass needs."""
+    lengths = queries.shape[2], keys.shape[2]
+    if not dropout and _fits(queries, keys, values):
+        from lockstep.backends.torch_attention_kernels import attention_forward
+
+        out, logsumexp = attention_forward(queries, keys, values, is_causal, _scale(queries, scale))
+        random = queries.new_empty(2, dtype=torch.uint64), queries.new_empty((), dtype=torch.uint64)
+        return out, logsumexp, None, None, *lengths, *random, queries.new_empty(0)
+    swapped = [tensor.transpose(1, 2) for tensor in (queries, keys, values)]
+    how = None, None, *lengths, dropout, is_causal, return_debug_mask
+    out, logsumexp, *others = torch.ops.aten._flash_attention_forward(*swapped, *how, scale=scale)
+    return out.transpose(1, 2), logsumexp, None, None, *lengths, *others
+
+
+def _backward(
+    gradient: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    *others: Any,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    """As PyTorch declares it."""
+    *_, dropout, is_causal, _, _ = others
+    if not dropout and _fits(queries, keys, values):
+        from lockstep.backends.torch_attention_kernels import attention_backward
+
+        gradient = gradient if gradient.stride(3) == 1 else gradient.contiguous()
+        inputs = queries, keys, values
+        return attention_backward(gradient, inputs, out, logsumexp, is_causal, _scale(queries, scale))
+    swapped = [tensor.transpose(1, 2) for tensor in (gradient, queries, keys, values, out)]
+    theirs = torch.ops.aten._flash_attention_backward(*swapped, logsumexp, *others, scale=scale)
+    return tuple(tensor.transpose(1, 2) for tensor in theirs)
+
+
+def _fits(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """By types, shapes and order in memory alone, which are the same for a shard on any device."""
+    return (
+        queries.shape == keys.shape == values.shape
+        and queries.shape[3] in WIDTHS
+        and queries.dtype in (torch.bfloat16, torch.float16)
+        and all(tensor.stride(3) == 1 for tensor in (queries, keys, values))
+    )
+
+
+def _scale(queries: Tensor, scale: float | None) -> float:
+    return 1 / math.sqrt(queries.shape[3]) if scale is None else scale
