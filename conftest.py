@@ -1,6 +1,10 @@
 """Doctests import every module; what needs a framework that is not installed is left out."""
 
+from importlib.util import find_spec
+
 from lockstep.backends import BACKENDS, is_installed
 
 collect_ignore = ["tests/text_programs"]
 collect_ignore += [f"src/lockstep/backends/{name}.py" for name in BACKENDS if not is_installed(name)]
+if find_spec("triton") is None:  # PyTorch for GPUs brings it
+    collect_ignore.append("src/lockstep/backends/torch_attention_kernels.py")

@@ -26,6 +26,10 @@ ENGINES = {
     "processes": "a process for each (torchrun: several machines)",
 }
 ON_HANG = {"stop": "end the run and name the straggler", "drop": "continue without it (engine processes)"}
+LOSSES_OVER = {
+    "sample": "it returns one number for each sample, or a pair (sum, weight) of some samples",
+    "batch": "it looks across the samples of the whole batch (contrastive losses), and returns one number",
+}
 BATCH_NORMS = {"shard": "of each shard, running ones updated shard by shard", "sync": "of the whole batch"}
 PRECISIONS = {
     "fp32": "float32 throughout",
@@ -68,6 +72,7 @@ class RunConfig:
         f"cross_entropy, mse, l1, bce, {OWN} which takes (output, y) and returns a loss per sample.",
         IDENTITY,
     )
+    loss_over: str = setting("sample", "What the loss is a function of.", IDENTITY, choices=LOSSES_OVER, option="over")
     optimizer: str = setting(
         "sgd", f"sgd, adam, adamw, {OWN} which takes the parameters and returns an optimizer.", IDENTITY
     )

@@ -13,7 +13,7 @@ import lockstep
 from lockstep.core.errors import RankError, RunError
 from lockstep.core.random import shard_seed
 from lockstep.replicas.keyed_random import KeyedRandom, NoDraws
-from lockstep.replicas.module import NUM_WATCHED_STEPS
+from lockstep.replicas.shard_loss import NUM_WATCHED_STEPS
 
 CPU = torch.device("cpu")
 X = torch.rand(4, 6, 8)

@@ -7,9 +7,10 @@ from torch import nn
 
 from lockstep.core.device import Device
 from lockstep.models.losses import cross_entropy
-from lockstep.replicas.module import ModuleReplica, TrainSpec
+from lockstep.replicas.module import ModuleReplica
 from lockstep.replicas.module_state import are_finite, arrays_of
 from lockstep.replicas.replica import BatchSummary
+from lockstep.replicas.train_spec import TrainSpec
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])

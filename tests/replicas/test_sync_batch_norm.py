@@ -11,6 +11,7 @@ from torch.nn import functional as F
 import lockstep
 from lockstep.core.errors import RankError, RunError
 from lockstep.data.order import sample_order
+from lockstep.models.losses import LossSum
 from lockstep.models.resnet18 import ResNet18
 from lockstep.replicas.replica import Shard
 from lockstep.replicas.sync_batch_norm import SyncBatchNorm
@@ -229,7 +230,9 @@ def test_a_loss_that_uses_the_users_own_module_is_refused(images):
 def test_a_step_that_failed_leaves_no_gradients_to_the_next(images):
     module = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 3))
     sync = SyncBatchNorm(
-        module, lambda clone, random, shard: F.cross_entropy(clone(shard.X), shard.y, reduction="sum"), lambda: None
+        module,
+        lambda clone, random, shard: LossSum(F.cross_entropy(clone(shard.X), shard.y, reduction="sum")),
+        lambda: None,
     )
 
     def gradients(all_gather):

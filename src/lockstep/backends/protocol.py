@@ -86,6 +86,10 @@ class Ops(ABC):
 class LossFuture(Protocol):
     """The losses of a step that may not be finished."""
 
+    @property
+    def weights(self) -> list[float] | None:
+        """What they are to be divided by, of each shard; None where that is its number of samples."""
+
     def result(self) -> list[float]:
         """The summed loss of each shard, in shard order; waits for them."""
 

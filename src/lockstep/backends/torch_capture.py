@@ -19,6 +19,8 @@ NUM_LARGE = 2  # so many: a GPU is busy with two
 class HostCopy:
     """An asynchronous copy to the host."""
 
+    weights = None  # a loss with weights of its own is not captured
+
     def __init__(self, event: torch.cuda.Event, slot: Tensor) -> None:
         self._event, self._slot = event, slot
 

@@ -1,8 +1,9 @@
 """Losses and metrics: one number for each sample. The caller adds them up; nothing is averaged over samples here."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -10,7 +11,14 @@ from lockstep.backends.torch_cross_entropy import can_fuse, fused_cross_entropy
 from lockstep.core.errors import ConfigError, RunError
 
 IGNORED = -100  # the label of positions that do not count, in PyTorch
-PerSample = Callable[[Any, Any], Tensor]  # (the model's output, targets) -> one number for each sample
+PerSample = Callable[[Any, Any], Any]  # (the model's output, targets) -> one number for each sample, or a pair
+
+
+class LossSum(NamedTuple):
+    """A loss or metric, summed over samples."""
+
+    total: Tensor
+    weight: Tensor | None = None  # what the sum of all samples is to be divided by; None: their number
 
 
 def cross_entropy(scores: Any, y: Tensor) -> Tensor:
@@ -71,17 +79,51 @@ def first(output: Any) -> Tensor:
     return output
 
 
-def summed(per_sample: PerSample, what: str, output: Any, y: Any, num_samples: int) -> Tensor:
-    """The sum over the samples; refuses anything but one number for each sample."""
+def summed(per_sample: PerSample, what: str, output: Any, y: Any, num_samples: int) -> LossSum:
+    """The sum over the samples; refuses anything but one number for each sample, or a pair (sum, weight)."""
     values = per_sample(output, y)
     got, hint = f"a {type(values).__name__}", ""
+    if isinstance(values, tuple) and len(values) == 2:
+        return _pair(values, what)
     if isinstance(values, Tensor):
         if values.shape == (num_samples,):
-            return values.sum() if values.dtype.itemsize >= 4 else values.float().sum()  # not in low precision
-        hints = {0: " It seems to be averaged already: use reduction='none'.", 1: ""}
+            return LossSum(_exact_enough(values).sum())
+        hints = {
+            0: " It seems to be averaged already. For a mean over samples, use reduction='none'; for one over tokens "
+            "or with class weights, return a pair (sum, weight); if it looks across the batch, use over='batch'.",
+            1: "",
+        }
         hint = hints.get(values.ndim, " Average over what is not a sample: .flatten(1).mean(1).")
         got = f"a tensor of shape {tuple(values.shape)}"
     raise RunError(f"The {what} returned {got} for {num_samples} samples. It must return one number for each.{hint}")
+
+
+def over_batch(loss: PerSample, output: Any, y: Any, num_samples: int) -> LossSum:
+    """The loss of a whole batch: one number, or what `summed` takes."""
+    value = loss(output, y)
+    if isinstance(value, Tensor) and value.ndim == 0:
+        value = _exact_enough(value)
+        return LossSum(value, torch.ones_like(value))
+    found = summed(lambda *_: value, "loss over the batch", output, y, num_samples)
+    return found if found.weight is not None else LossSum(found.total, torch.full_like(found.total, num_samples))
+
+
+def _pair(values: tuple[Any, Any], what: str) -> LossSum:
+    """A sum, and the weight that it is divided by in the end: each a number of this shard."""
+    total, weight = values
+    if not isinstance(total, Tensor) or total.numel() != 1:
+        raise RunError(
+            f"The {what} returned a pair whose first entry is not one number. Return (sum, weight): the sum over all "
+            f"that counts in these samples, and how much that is; the batch's sum is divided by its weight once."
+        )
+    weight = torch.as_tensor(weight, dtype=torch.float64, device=total.device)
+    if weight.numel() != 1 or weight.requires_grad:
+        raise RunError(f"The {what} returned a pair (sum, weight) whose weight is not one number without a gradient.")
+    return LossSum(_exact_enough(total).reshape(()), weight.reshape(()))
+
+
+def _exact_enough(values: Tensor) -> Tensor:
+    return values if values.dtype.itemsize >= 4 else values.float()  # nothing is summed in low precision
 
 
 def _counts(y: Tensor) -> Tensor | None:

@@ -62,7 +62,7 @@ class FlatReplica(Capturable):
         self.flat, self._state = assign(self.flat, flat), tuple(map(assign, self._state, state))
 
     def _updated(self, step: int, total: Tensor, batch: BatchSummary) -> tuple[Tensor, State]:
-        gradient = clipped(total / batch.num_samples, self._spec.clip_norm)  # the only division, by all samples
+        gradient = clipped(total / batch.divisor, self._spec.clip_norm)  # the only division, by all samples
         return self._spec.optimizer(self.flat, gradient, self._state, step, self._spec.lr_schedule.factor(step))
 
     def update_is_static(self, step: int) -> bool:
@@ -72,10 +72,10 @@ class FlatReplica(Capturable):
     def warm_up_update(self, step: int, total: Tensor, batch: BatchSummary) -> None:
         self._updated(step, total, batch)
 
-    def measure(self, X: Any, y: Any) -> dict[str, float]:
+    def measure(self, X: Any, y: Any) -> dict[str, list[float]]:
         backend = self._spec.backend
         scores = self._scores(X, backend.unflatten(self._spec.layout, self.flat))
-        return {"accuracy": float(backend.ops.num_correct(scores, y))}
+        return {"accuracy": [float(backend.ops.num_correct(scores, y)), float(len(y))]}
 
     def arrays(self) -> dict[str, Array]:
         layout = self._spec.layout

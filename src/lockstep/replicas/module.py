@@ -1,69 +1,34 @@
 """A replica of a PyTorch module: the gradient of a shard, the update, and the metrics of a few samples."""
 
-import copy
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.backends import Pieces
-from lockstep.backends.torch import BACKEND, plain_errors, torch_device
+from lockstep.backends.torch import plain_errors, torch_device
 from lockstep.backends.torch_session import start_thread, use_tf32
 from lockstep.core.device import Device
 from lockstep.core.errors import RunError
 from lockstep.core.layout import Array, Layout, sha256_of
 from lockstep.core.random import OPTIMIZER, seed_of, shard_seed
 from lockstep.core.tracing import span
-from lockstep.data.dataset import leaves_of, map_leaves
-from lockstep.models.losses import PerSample, summed
-from lockstep.optim.lr_schedule import LRSchedule
+from lockstep.data.dataset import leaves_of
+from lockstep.models.losses import LossSum, summed
 from lockstep.optim.torch_on_gpu import GpuOptimizer
-from lockstep.optim.torch_optimizers import MakeOptimizer
 from lockstep.replicas import module_state
-from lockstep.replicas.compiled_blocks import compile_blocks, with_compiled_blocks
+from lockstep.replicas.batch_loss import BatchLoss
 from lockstep.replicas.gradients import Gradients
-from lockstep.replicas.keyed_random import KeyedRandom, no_draws_outside_of_pytorch, rng_state
-from lockstep.replicas.memory_format import channels_last, shaped_like
+from lockstep.replicas.memory_format import shaped_like
 from lockstep.replicas.optimizer_state import optimizer_state, restore_optimizer
 from lockstep.replicas.replica import AllGatherTensors, BatchSummary, Leaf, Shard
+from lockstep.replicas.shard_loss import ShardLoss
 from lockstep.replicas.shard_module import ShardModule
 from lockstep.replicas.sync_batch_norm import SyncBatchNorm
-
-NUM_WATCHED_STEPS = 2  # steps in which every operation is intercepted, to see whether the model draws random numbers
-
-
-@dataclass
-class Drawing:
-    """Whether a compiled model draws random numbers: what one rank finds out is known to all of its process."""
-
-    has_drawn: bool = False
-
-
-@dataclass(frozen=True)
-class TrainSpec:
-    """How a module is trained: the same for all ranks."""
-
-    module: nn.Module  # the user's own; never trained itself
-    loss: PerSample
-    metrics: dict[str, PerSample]
-    optimizer: MakeOptimizer
-    scheduler: Callable[[torch.optim.Optimizer], Any] | None
-    seed: int
-    lr_schedule: LRSchedule = field(default_factory=LRSchedule)
-    clip_norm: float | None = None
-    sync_batch_norm: bool = False  # statistics of the whole batch
-    precision: str = "fp32"
-    channels_last: bool = False  # memory format of images and of convolution kernels
-    compiled_sizes: frozenset[int] = frozenset()  # shards with so many samples are compiled; others are not worth it
-    drawing: Drawing = field(default_factory=Drawing)
-
-    @property
-    def compiles(self) -> bool:
-        return bool(self.compiled_sizes)
+from lockstep.replicas.train_spec import TrainSpec
 
 
 class ModuleReplica:
@@ -79,8 +44,6 @@ class ModuleReplica:
         module_state.load(self.module, weights)
         if state_dict is not None:
             module_state.load(self.module, state_dict["buffers"])
-        loss = spec.loss
-        self._loss = copy.deepcopy(loss).to(self._device) if isinstance(loss, nn.Module) else loss
         self._trained = [(name, param) for name, param in self.module.named_parameters() if param.requires_grad]
         self._params = [param for _, param in self._trained]
         names = [name for name, _ in self._trained]
@@ -94,22 +57,17 @@ class ModuleReplica:
         self._buffers, self._random = self._own.buffers, self._own.random
         originals = [param for param in spec.module.parameters() if param.requires_grad]
         self._gradients = Gradients(self._trained, self._layout, originals, self._device)
-        self._uses_compiled = spec.compiles
-        if spec.compiles:
-            repeats = compile_blocks(self.module)
-            self._compiled = (with_compiled_blocks if repeats else BACKEND.compile)(module_state.call)
-            self._compiled_loss = BACKEND.compile(self._loss)
+        self._losses = ShardLoss(spec, self._device, self.module)
+        self._batch_loss = BatchLoss(self._losses, spec.seed, self._params) if spec.loss_over_batch else None
         self._gpu_optimizer = GpuOptimizer(self._optimizer, self._device) if self._device.type == "cuda" else None
         self._pinned = module_state.PinnedCopies(self._device)
-        self._has_computed = False
         self._in_eval_mode = module_state.modules_in_eval_mode(spec.module)
         self._step = 0  # the step that the buffers are prepared for
-        self._first_step: int | None = None  # of this replica: a run may continue with a new one
         self._is_unfinished = False  # a step has begun and is not done: the buffers are those of its last shard
         self._sync = None
         if spec.sync_batch_norm:
             stream = torch.cuda.current_stream() if self._device.type == "cuda" else None
-            self._sync = SyncBatchNorm(self.module, self._keyed_forward, partial(start_thread, self._device, stream))
+            self._sync = SyncBatchNorm(self.module, self._losses.keyed, partial(start_thread, self._device, stream))
 
     @property
     def entries(self) -> range:
@@ -124,11 +82,16 @@ class ModuleReplica:
         if self._step != step:
             self._pinned.wait()  # a forward pass writes to buffers
             self._step = step
-            self._first_step = self._first_step or step
             self._is_unfinished = True
             self._buffers.start_step()
+            self._losses.begin_step(step)
 
     def forward_backward(self, shards: list[Shard], all_gather: AllGatherTensors) -> list[Leaf]:
+        if self._batch_loss is not None:
+            with plain_errors(self._device.type), self._gradients.watch_originals():
+                found = self._batch_loss.forward_backward(self._own, shards, all_gather)
+            flat = self._gradients.flat
+            return [self._leaf_with(r.loss, r.gradients, flat(r.gradients), self._own, r.buffers) for r in found]
         if self._sync is None:
             return [self._leaf_of(shard) for shard in shards]
         with plain_errors(self._device.type), self._gradients.watch_originals():
@@ -139,79 +102,28 @@ class ModuleReplica:
         with plain_errors(self._device.type):
             self._buffers.start_shard()
             with span("forward"):
-                loss = self._forward(shard)
+                loss = self._losses.of(self._own, shard)
             with span("backward"):
-                gradients, vector = self._gradients.of(loss, shard.on_ready)
+                gradients, vector = self._gradients.of(loss.total, shard.on_ready)
         return self._leaf(loss, gradients, vector, self._own)
 
-    @property
-    def _is_watched(self) -> bool:
-        return self._step < (self._first_step or self._step) + NUM_WATCHED_STEPS
-
-    def _forward(self, shard: Shard) -> Tensor:
-        """The summed loss of a shard."""
-        if self._spec.compiles:
-            return self._compiled_forward(shard)
-        if not self._random.has_drawn and not self._is_watched:
-            before = rng_state(self._device)
-            loss = self._loss_of(self.module, shard)
-            if rng_state(self._device) == before:
-                return loss
-            self._random.has_drawn = True  # or another rank has: then watching is only slower, and gives the same bits
-            self._buffers.start_shard()
-        return self._keyed_forward(self.module, self._random, shard)
-
-    def _compiled_forward(self, shard: Shard) -> Tensor:
-        """The same from compiled code: if it draws, then from the process's generators, so one rank at a time."""
-        drawing = self._spec.drawing
-        if self._is_watched or drawing.has_drawn:
-            loss = self._keyed_forward(self.module, self._random, shard)
-            drawing.has_drawn |= self._random.has_drawn
-            return loss
-        before = rng_state(self._device)
-        loss = self._loss_of(self.module, shard)
-        if rng_state(self._device) != before:
-            raise RunError(
-                f"The compiled model draws random numbers, and did not in its first {NUM_WATCHED_STEPS} steps: other "
-                f"ranks may have drawn at the same time. Draw from the first step on, or leave --compile out."
-            )
-        return loss
-
-    def _keyed_forward(self, module: nn.Module, random: KeyedRandom, shard: Shard) -> Tensor:
-        """The same from `module`, which is the replica's own or a clone of it, with the random numbers of the shard."""
-        seed = shard_seed(self._spec.seed, self._step, shard.number)
-        with random.as_default(seed) if self._spec.compiles else random.start(seed):
-            return self._loss_of(module, shard)
-
-    def _loss_of(self, module: nn.Module, shard: Shard) -> Tensor:
-        versions = [param._version for param in self._params]
-        # not for the first: PyTorch imports parts of itself lazily, and draws a temporary file's name meanwhile
-        watch = no_draws_outside_of_pytorch() if self._has_computed else nullcontext()
-        with watch, self._autocast():
-            call, loss_of = module_state.call, self._loss
-            if self._uses_compiled and shard.num_samples in self._spec.compiled_sizes:
-                call, loss_of = self._compiled, self._compiled_loss
-            output = call(module, self._in_memory_format(shard.X))
-            loss = summed(loss_of, "loss", output, shard.y, shard.num_samples)
-        self._has_computed = True
-        if not loss.requires_grad:
-            raise RunError("The loss does not depend on any parameter that is trained. Are all frozen or detached?")
-        if versions != [param._version for param in self._params]:
-            changed = next(n for (n, p), before in zip(self._trained, versions, strict=True) if p._version != before)
-            raise RunError(
-                f"The model changes its parameter {changed} in the forward pass (Embedding with max_norm?), depending "
-                f"on the shard: devices would end with different parameters. Leave that out."
-            )
-        return loss
-
     def _leaf(
-        self, loss: Tensor, gradients: list[Tensor | None], vector: Tensor | Pieces, computed: ShardModule
+        self, loss: LossSum, gradients: list[Tensor | None], vector: Tensor | Pieces, computed: ShardModule
     ) -> Leaf:
-        updates = computed.buffers.updates()
-        if self._step == self._first_step:
+        return self._leaf_with(loss, gradients, vector, computed, computed.buffers.updates())
+
+    def _leaf_with(
+        self,
+        loss: LossSum,
+        gradients: list[Tensor | None],
+        vector: Tensor | Pieces,
+        computed: ShardModule,
+        updates: Any,
+    ) -> Leaf:
+        if self._losses.is_first_step:
             computed.check_attributes()
         used = frozenset(number for number, gradient in enumerate(gradients) if gradient is not None)
-        return Leaf(vector, loss.detach(), updates, used)
+        return Leaf(vector, loss.total.detach(), updates, used, loss.weight)
 
     def update(self, step: int, total: Tensor, batch: BatchSummary) -> None:
         self.begin_update(step)
@@ -231,7 +143,7 @@ class ModuleReplica:
 
     def apply_update(self, total: Tensor, batch: BatchSummary) -> None:
         """The device's part."""
-        gradient = total / batch.num_samples  # the only division, by the samples of the whole batch
+        gradient = total / divisor_of(batch)  # the only division, by the samples of the whole batch, or their weights
         if self._spec.clip_norm is not None:
             norm = torch.linalg.vector_norm(gradient)
             gradient = gradient * (self._spec.clip_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -250,16 +162,18 @@ class ModuleReplica:
             self._scheduler.step()
         self._is_unfinished = False
 
-    def measure(self, X: Any, y: Any) -> dict[str, float]:
+    def measure(self, X: Any, y: Any) -> dict[str, list[float]]:
         self.module.eval()
         num_samples = len(leaves_of(y)[0])
-        metrics = {"loss": ("loss", self._loss), **{n: (f"metric {n}", m) for n, m in self._spec.metrics.items()}}
+        metrics = {n: (f"metric {n}", m) for n, m in self._spec.metrics.items()}
+        if not self._spec.loss_over_batch:  # which has no value for a part of the samples
+            metrics = {"loss": ("loss", self._losses.function), **metrics}
         random = self._random.start(shard_seed(self._spec.seed, 0, 0))
-        with torch.no_grad(), plain_errors(self._device.type), random, self._autocast():
-            output = module_state.call(self.module, self._in_memory_format(X))
-            sums = {n: float(summed(metric, what, output, y, num_samples)) for n, (what, metric) in metrics.items()}
+        with torch.no_grad(), plain_errors(self._device.type), random, self._losses.autocast():
+            output = module_state.call(self.module, self._losses.in_memory_format(X))
+            sums = {n: summed(metric, what, output, y, num_samples) for n, (what, metric) in metrics.items()}
         self._buffers.restore()  # evaluation does not change them
-        return sums
+        return {n: [float(s.total), num_samples if s.weight is None else float(s.weight)] for n, s in sums.items()}
 
     def arrays(self) -> dict[str, Array]:
         self._undo_unfinished_step()
@@ -291,10 +205,11 @@ class ModuleReplica:
         if self._is_unfinished:
             self._buffers.rewind()
 
-    def _in_memory_format(self, X: Any) -> Any:
-        return map_leaves(X, channels_last) if self._spec.channels_last else X
 
-    def _autocast(self) -> torch.autocast:
-        # no cache: it belongs to the whole process, so its content would depend on the other ranks
-        is_bf16 = self._spec.precision == "bf16"
-        return torch.autocast(self._device.type, torch.bfloat16, enabled=is_bf16, cache_enabled=False)
+def divisor_of(batch: BatchSummary) -> float:
+    """What the summed gradient is divided by."""
+    if not batch.divisor:
+        raise RunError(
+            "The weights of the loss add up to 0 in this batch: nothing in it counts. Leave such batches out."
+        )
+    return batch.divisor

@@ -3,13 +3,13 @@
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lockstep.backends import flat
 from lockstep.backends.torch import is_capturing, plain_errors
 from lockstep.core.errors import CaptureError
 from lockstep.core.random import shard_seed
 from lockstep.core.tracing import span
+from lockstep.models.losses import LossSum
 from lockstep.replicas.half_weights import CastCounter, HalfWeights
 from lockstep.replicas.module import ModuleReplica
 from lockstep.replicas.replica import AllGatherTensors, Capturable, Leaf, Shard
@@ -22,6 +22,8 @@ class CapturableModuleReplica(ModuleReplica, Capturable):
     _is_captured = False
 
     def why_not_capturable(self) -> str:
+        if self._batch_loss is not None:
+            return "the loss is one of the whole batch (--over batch)"
         return "statistics of the whole batch are exchanged in between (--batch-norm sync)" if self._sync else ""
 
     def begin_capture(self, step: int) -> None:
@@ -74,13 +76,13 @@ class CapturableModuleReplica(ModuleReplica, Capturable):
             return none
         clone = self._own.clone()
         params = {name: param for name, param in clone.module.named_parameters() if param.requires_grad}
-        counter, self._uses_compiled = CastCounter(params), False  # inside compiled code, nothing can be counted
+        counter, self._losses.uses_compiled = CastCounter(params), False  # inside compiled code, nothing can be counted
         with counter:
             expected = self._leaf_of_clone(clone, shard)
         names = counter.cast_once()
         if self._spec.compiles:  # it does not round the gradients of vectors to bf16 before it rounds them to float32
             names = [name for name in names if params[name].ndim > 1]
-            self._uses_compiled = True
+            self._losses.uses_compiled = True
             expected = self._leaf_of_clone(clone, shard)
         halves = HalfWeights({name: params[name] for name in names})
         found = self._leaf_of_clone(self._own.clone(halves.by_name), shard)
@@ -92,20 +94,22 @@ class CapturableModuleReplica(ModuleReplica, Capturable):
             with span("forward"):
                 loss = self._captured_forward(clone, shard)
             with span("backward"):
-                gradients, vector = self._gradients.captured(loss, clone.edges)
+                gradients, vector = self._gradients.captured(loss.total, clone.edges)
+        if loss.weight is not None:
+            raise CaptureError("the loss has weights of its own")
         leaf = self._leaf(loss, gradients, vector, clone)
         if changed := next(filter(None, leaf.buffers), ""):  # "" are running statistics
             raise CaptureError(f"the model changes its buffer {changed}")
         return leaf
 
-    def _captured_forward(self, clone: ShardModule, shard: Shard) -> Tensor:
+    def _captured_forward(self, clone: ShardModule, shard: Shard) -> LossSum:
         """The summed loss of a shard: computed once to see whether it draws random numbers, then captured."""
         if not is_capturing(self._device):
-            loss = self._keyed_forward(clone.module, clone.random, shard)
+            loss = self._losses.keyed(clone.module, clone.random, shard)
             if clone.random.has_drawn_on_host:
                 raise CaptureError("the model draws random numbers on the host")
             return loss
         if not clone.random.has_drawn:
-            return self._loss_of(clone.module, shard)
+            return self._losses.loss_of(clone.module, shard)
         with clone.random.as_default() if self._spec.compiles else clone.random:  # seeded before every replay
-            return self._loss_of(clone.module, shard)
+            return self._losses.loss_of(clone.module, shard)

@@ -1,5 +1,6 @@
 """What a rank holds, as the runtime sees it: a full copy of what is trained, or the part that its rank owns."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -24,6 +25,7 @@ class Leaf(NamedTuple):
     loss: Tensor  # summed over the shard's samples
     buffers: Any = None  # updates of the model's buffers: tensors by name
     used: frozenset[int] = frozenset()  # numbers of the parameters that got a gradient, where the model can tell
+    weight: Any = None  # what the loss of the batch is divided by, this shard's part; None: its number of samples
 
 
 class BatchSummary(NamedTuple):
@@ -32,10 +34,12 @@ class BatchSummary(NamedTuple):
     shard_sizes: list[int]
     buffers: list[Any]  # buffer updates of all shards, in shard order, on the rank's device
     used: frozenset[int]  # numbers of the parameters that got a gradient in any shard
+    weights: list[float] | None = None  # of all shards, where the loss has weights of its own
 
     @property
-    def num_samples(self) -> int:
-        return sum(self.shard_sizes)
+    def divisor(self) -> float:
+        """What the summed gradient is divided by: the samples of the batch, or their weights."""
+        return sum(self.shard_sizes) if self.weights is None else math.fsum(self.weights)
 
 
 # (name of the layer, tensors of a rank's own shards) -> the tensors of all shards, in shard order. A collective of all
@@ -59,8 +63,8 @@ class Replica(Protocol):
     def update(self, step: int, total: Tensor, batch: BatchSummary) -> None:
         """Applies the sum of all shards' gradients."""
 
-    def measure(self, X: Any, y: Any) -> dict[str, float]:
-        """Metrics of a few samples, each summed over them."""
+    def measure(self, X: Any, y: Any) -> dict[str, list[float]]:
+        """Metrics of a few samples: of each the sum over them, and what the sum of all samples is to be divided by."""
 
     def arrays(self) -> dict[str, Array]:
         """Parameters and buffers by name, in model order."""

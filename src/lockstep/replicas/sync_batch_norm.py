@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from lockstep.core.errors import RunError
+from lockstep.models.losses import LossSum
 from lockstep.replicas.keyed_random import KeyedRandom, NoDraws
 from lockstep.replicas.replica import AllGatherTensors, Shard
 from lockstep.replicas.running_stats import BATCH_NORM
 
-Forward = Callable[[nn.Module, KeyedRandom, Shard], Tensor]
+Forward = Callable[[nn.Module, KeyedRandom, Shard], LossSum]
 LOCAL = threading.local()  # .shard: the `ShardForward` of the calling thread
 
 
@@ -42,16 +43,16 @@ class Cut:
 class ShardForward:
     """A shard's forward pass, on a thread of its own that runs only while `resume` waits for it."""
 
-    def __init__(self, forward: Callable[[], Tensor], start_thread: Callable[[], None]) -> None:
+    def __init__(self, forward: Callable[[], LossSum], start_thread: Callable[[], None]) -> None:
         self.cuts: list[Cut] = []
-        self.loss: Tensor | None = None  # until it is through the model
+        self.loss: LossSum | None = None  # until it is through the model
         self._error: BaseException | None = None
         self._resumed, self._paused = threading.Semaphore(0), threading.Semaphore(0)
         self._is_cancelled = False
         self._thread = threading.Thread(target=self._run, args=(forward, start_thread), daemon=True)
         self._thread.start()
 
-    def _run(self, forward: Callable[[], Tensor], start_thread: Callable[[], None]) -> None:
+    def _run(self, forward: Callable[[], LossSum], start_thread: Callable[[], None]) -> None:
         self._resumed.acquire()
         try:
             if not self._is_cancelled:
@@ -96,7 +97,7 @@ class SyncBatchNorm:
 
     def forward_backward(
         self, shards: list[Shard], all_gather: AllGatherTensors
-    ) -> list[tuple[Tensor, list[Tensor | None]]]:
+    ) -> list[tuple[LossSum, list[Tensor | None]]]:
         """The summed loss, and its gradient for each trained parameter, of each of the rank's shards."""
         while len(self._clones) < len(shards):
             self._clones.append(_clone_of(self._module))
@@ -121,7 +122,7 @@ class SyncBatchNorm:
         return [(loss, _take_gradients(clone)) for loss, clone in zip(losses, clones, strict=True)]
 
 
-def _run_forward(forwards: list[ShardForward], all_gather: AllGatherTensors) -> list[Tensor]:
+def _run_forward(forwards: list[ShardForward], all_gather: AllGatherTensors) -> list[LossSum]:
     """The losses of all shards."""
     while True:
         for forward in forwards:
@@ -141,9 +142,9 @@ def _run_forward(forwards: list[ShardForward], all_gather: AllGatherTensors) -> 
             _normalize(cuts, all_gather(layers[0], [_statistics(cut.x) for cut in cuts]))
 
 
-def _run_backward(cuts: list[list[Cut]], losses: list[Tensor], all_gather: AllGatherTensors) -> None:
+def _run_backward(cuts: list[list[Cut]], losses: list[LossSum], all_gather: AllGatherTensors) -> None:
     """Accumulates the gradients in the parameters of each shard's clone, from the losses and from each norm layer."""
-    _accumulate([(get_gradient_edge(loss), torch.ones_like(loss)) for loss in losses])
+    _accumulate([(get_gradient_edge(loss.total), torch.ones_like(loss.total)) for loss in losses])
     for layer in reversed(list(zip(*cuts, strict=True))):
         # complete: all that depends on the layer's output is done
         arrived = [torch.zeros_like(cut.normed) if cut.normed.grad is None else cut.normed.grad for cut in layer]

@@ -28,6 +28,7 @@ class RankResult(NamedTuple):
     buffers: list[Any]  # one for each shard of a model that has buffers
     used: list[int]  # numbers of the parameters that got a gradient
     seconds: float  # that the rank took for its shards
+    weights: list[Any]  # one for each shard, where the loss has weights of its own
 
 
 class StepResult(NamedTuple):
@@ -35,11 +36,19 @@ class StepResult(NamedTuple):
 
     losses: list[float]  # of all shards, in shard order
     seconds: list[float]  # that each rank took for its shards
+    weights: list[float] | None  # of all shards, where the loss has weights of its own
 
     @classmethod
     def of_ranks(cls, ranks: Sequence[RankResult]) -> Self:
         """From the results of all ranks."""
-        return cls([float(loss) for rank in ranks for loss in rank.losses], [rank.seconds for rank in ranks])
+        losses = [float(loss) for rank in ranks for loss in rank.losses]
+        return cls(losses, [rank.seconds for rank in ranks], weights_of(ranks))
+
+
+def weights_of(ranks: Sequence[RankResult]) -> list[float] | None:
+    """The weights of all shards, in shard order; None where a shard's is its number of samples."""
+    found = [float(weight) for rank in ranks for weight in rank.weights]
+    return found or None
 
 
 @dataclass

@@ -14,7 +14,7 @@ from lockstep.core.source_lines import user_source_line
 from lockstep.core.tracing import WAIT, span, traced
 from lockstep.replicas.replica import BatchSummary, Leaf, Replica, Shard
 from lockstep.runtime.bucket_queue import BucketQueue
-from lockstep.runtime.engine import Rank, RankResult, StepInput
+from lockstep.runtime.engine import Rank, RankResult, StepInput, weights_of
 from lockstep.runtime.held_values import HeldValues
 from lockstep.runtime.out_of_memory import OutOfMemoryCause, is_out_of_memory
 from lockstep.runtime.transport import Cancelled, TransferGroup, Transport
@@ -162,6 +162,7 @@ class Interpreter:
             shard_sizes=[len(shard) for shard in self._work.shards],
             buffers=[buffers for rank in ranks for buffers in rank.buffers],
             used=frozenset(number for rank in ranks for number in rank.used),
+            weights=weights_of(ranks),
         )
 
     # --- one method for each instruction ---
@@ -201,6 +202,7 @@ class Interpreter:
             buffers=[leaf.buffers for leaf in leaves if leaf.buffers is not None],
             used=sorted(frozenset().union(*(leaf.used for leaf in leaves))),
             seconds=time.perf_counter() - self._began if leaves else 0.0,
+            weights=[leaf.weight for leaf in leaves if leaf.weight is not None],
         )
         self._wait_for_results = self._transport.all_gather(own)
 

@@ -43,6 +43,7 @@ class ProcessTransport:
     def all_gather(self, own: RankResult) -> Callable[[], list[RankResult]]:
         plain = own._replace(
             losses=[float(loss) for loss in own.losses],
+            weights=[float(weight) for weight in own.weights],
             buffers=[map_leaves(buffers, tensor_to_plain) for buffers in own.buffers],
         )
         self._position.phase = "exchange"

@@ -39,13 +39,14 @@ def train_step(
     split = DataParallel(ranges, entries, buckets, options.exchange, together, max_addends)
     result = engine.run(data_parallel(split), replicas, StepInput(step, batch, shards))
     balance.record_times(ranges, result.seconds)
-    return Resolved(result.losses)
+    return Resolved(result.losses, result.weights)
 
 
 class Resolved(NamedTuple):
     """Losses that need not be waited for."""
 
     losses: list[float]
+    weights: list[float] | None
 
     def result(self) -> list[float]:
         """The losses."""

@@ -34,6 +34,7 @@ class Progress:
     step: int = 0  # steps that are done
     epoch: int = 1  # the current one, which is not done
     losses: list[float] = field(default_factory=list)  # of the shards of the current epoch so far
+    weights: list[float] = field(default_factory=list)  # the same, where the loss has weights of its own
     seconds: float = 0.0  # of training in the current epoch so far
     first_loss: float = float("nan")
     history: list[EpochDone] = field(default_factory=list)  # of the epochs that are done
@@ -51,7 +52,8 @@ class Checkpoint:
 
     def packed(self) -> bytes:
         """The checkpoint as bytes."""
-        progress = {**asdict(self.progress), "losses": np.array(self.progress.losses, np.float64)}
+        numbers = {name: np.array(getattr(self.progress, name), np.float64) for name in ("losses", "weights")}
+        progress = {**asdict(self.progress), **numbers}
         return pack({each.name: getattr(self, each.name) for each in fields(self)} | {"progress": progress})
 
 
@@ -61,7 +63,8 @@ def unpacked(data: bytes) -> Checkpoint:
     try:
         progress = tree["progress"]
         history = [EpochDone(**done) for done in progress["history"]]
-        progress = Progress(**{**progress, "losses": progress["losses"].tolist(), "history": history})
+        numbers = {name: progress[name].tolist() for name in ("losses", "weights")}
+        progress = Progress(**{**progress, **numbers, "history": history})
         found = Checkpoint(**{**tree, "progress": progress})
         _check_plausible(found)
         if found.packed() != data:
@@ -78,7 +81,7 @@ def _check_plausible(found: Checkpoint) -> None:
         raise ValueError("a part is missing, or is no dict")
     if type(progress.step) is not int or progress.step < 0 or progress.epoch != len(progress.history) + 1:
         raise ValueError("step or epoch cannot be")
-    numbers = [progress.seconds, progress.first_loss, *progress.losses]
+    numbers = [progress.seconds, progress.first_loss, *progress.losses, *progress.weights]
     for done in progress.history:
         numbers += [done.seconds, done.train_loss, *done.metrics.values()]
     arrays = [(array, np.ndarray) for array in found.weights.values()]

@@ -29,21 +29,23 @@ def evaluate(replicas: ReplicaSet, source: BatchSource, eval_batch_size: int, ba
 def evaluate_batches(replicas: ReplicaSet, batches: Iterable[Batch], eval_batch_size: int) -> dict[str, float]:
     """The mean of every metric over the samples of all batches, `eval_batch_size` of them computed at a time."""
     engine, able = replicas.engine, replicas.placement.ranks_with_all
-    sums: dict[str, list[float]] = {}
-    num_samples = 0
+    sums: dict[str, list[list[float]]] = {}
     for batch in batches:
-        num_samples += batch.num_samples
         eval_batches = split_into_eval_batches(batch.num_samples, eval_batch_size)
         shares = dict(zip(able, split_over_ranks(len(eval_batches), len(able)), strict=True))
 
-        def work(rank: int, device: Device, replica: Replica) -> list[dict[str, float]]:
+        def work(rank: int, device: Device, replica: Replica) -> list[dict[str, list[float]]]:
             own = [eval_batches[number] for number in shares.get(rank, ())]  # noqa: B023 - called in this iteration only
             return [replica.measure(*batch.fetch(rank, part.start, part.stop)) for part in own]  # noqa: B023
 
         measured = engine.all_gather(engine.each("evaluation", work, replicas.local))
         for name, value in (item for of_rank in measured for metrics in of_rank for item in metrics.items()):
             sums.setdefault(name, []).append(value)
-    return {name: math.fsum(values) / num_samples for name, values in sums.items()}
+    return {name: _quotient(*map(math.fsum, zip(*pairs, strict=True))) for name, pairs in sums.items()}
+
+
+def _quotient(total: float, weight: float) -> float:
+    return total / weight if weight else math.nan
 
 
 def split_into_eval_batches(num_samples: int, eval_batch_size: int) -> list[range]:

@@ -176,9 +176,10 @@ class Training:
         progress, losses = self.progress, future.result()
         progress.step += 1
         progress.losses += losses
+        progress.weights += future.weights or []
         progress.seconds = time.perf_counter() - began
         if progress.step == 1:
-            progress.first_loss = math.fsum(losses) / num_samples
+            progress.first_loss = math.fsum(losses) / (math.fsum(future.weights) if future.weights else num_samples)
         if not all(map(math.isfinite, losses)):
             yield from self._stop("the loss is NaN or infinite")
         yield StepDone(progress.epoch, progress.step, num_samples)
@@ -208,10 +209,11 @@ class Training:
             yield from self._stop("a weight is NaN or infinite")
         metrics = {} if test_set is None else evaluate(self._set, test_set, task.eval_batch_size, config.batch_size)
         self._weights = self._set.snapshot()
-        train_loss = math.fsum(progress.losses) / task.num_train  # rounded once: independent of the order
+        weight = math.fsum(progress.weights) if progress.weights else task.num_train
+        train_loss = math.fsum(progress.losses) / weight  # rounded once: independent of the order
         finished = EpochDone(progress.epoch, progress.seconds, train_loss, metrics.get("accuracy"), metrics)
         progress.history.append(finished)
-        progress.epoch, progress.losses, progress.seconds = progress.epoch + 1, [], 0.0
+        progress.epoch, progress.losses, progress.weights, progress.seconds = progress.epoch + 1, [], [], 0.0
         yield finished
         if config.checkpoint_every != 0:
             self._save()

@@ -24,9 +24,9 @@ from lockstep.optim.lr_schedule import LRSchedule
 from lockstep.optim.torch_optimizers import MakeOptimizer, OptimizerSettings, named_optimizer, user_optimizer
 from lockstep.partition.batch import split_into_shards
 from lockstep.replicas.memory_format import wants_channels_last
-from lockstep.replicas.module import TrainSpec
 from lockstep.replicas.module_capture import CapturableModuleReplica
 from lockstep.replicas.module_state import arrays_of, copy_of, load
+from lockstep.replicas.train_spec import TrainSpec
 from lockstep.training.task import Task, UserObjects, num_steps
 from lockstep.training.validation import check_objects, check_smallest_shard, made_module
 
@@ -55,6 +55,7 @@ def module_task(config: RunConfig, devices: list[Device], model: Any, data: Any,
         lr_schedule=LRSchedule(config.schedule, config.warmup, num_steps(config, num_train)),
         clip_norm=config.clip_norm,
         sync_batch_norm=config.batch_norm == "sync",
+        loss_over_batch=config.loss_over == "batch",
         precision=config.precision,
         channels_last=wants_channels_last(module, devices[0], config.precision),
         compiled_sizes=frozenset(map(len, shards)) if config.compile else frozenset(),
@@ -63,6 +64,9 @@ def module_task(config: RunConfig, devices: list[Device], model: Any, data: Any,
     check_smallest_shard(config, module, train, num_train)
     if config.compile and config.batch_norm == "sync":
         raise ConfigError("A compiled model cannot wait for statistics of the whole batch. Leave --compile out.")
+    if config.loss_over == "batch" and (config.compile or config.batch_norm == "sync"):
+        other = "--compile" if config.compile else "--batch-norm sync"
+        raise ConfigError(f"A loss over the batch (--over batch) does not go together with {other}. Leave one out.")
     for what, part in (("training", train), ("test", test)):
         if part is not None and not isinstance(part, tuple):
             check_keyed(part, what, config.seed)

@@ -130,7 +130,8 @@ def bucket_mb(config: RunConfig, engine: Engine) -> float:
 
 def make_steps(config: RunConfig, engine: Engine, replicas: Sequence[Replica], balance: Balance) -> Steps:
     """The steps of a run: captured as CUDA graphs where possible, else eager."""
-    options = StepOptions(config.num_shards, config.exchange, bucket_mb(config, engine), config.batch_norm == "sync")
+    together = config.batch_norm == "sync" or config.loss_over == "batch"
+    options = StepOptions(config.num_shards, config.exchange, bucket_mb(config, engine), together)
     if not config.capture or config.trace:
         return EagerSteps(engine, replicas, options, balance)
     return captured_or_eager_steps(engine, replicas, options, balance)

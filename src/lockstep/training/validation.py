@@ -17,8 +17,8 @@ from lockstep.data import Dataset
 from lockstep.data.dataset import map_leaves
 from lockstep.data.seeded import seeded
 from lockstep.models import BuiltIn
-from lockstep.replicas.module import TrainSpec
 from lockstep.replicas.module_state import call, copy_of, modules_in_eval_mode, put_in_eval_mode
+from lockstep.replicas.train_spec import TrainSpec
 
 
 def made_module(model: Any, data: Dataset | None, seed: int) -> nn.Module:

@@ -1,0 +1,44 @@
+"""How a module is trained: what all ranks have in common."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.models.losses import PerSample
+from lockstep.optim.lr_schedule import LRSchedule
+from lockstep.optim.torch_optimizers import MakeOptimizer
+
+
+@dataclass
+class Drawing:
+    """Whether a compiled model draws random numbers: what one rank finds out is known to all of its process."""
+
+    has_drawn: bool = False
+
+
+@dataclass(frozen=True)
+class TrainSpec:
+    """How a module is trained: the same for all ranks."""
+
+    module: nn.Module  # the user's own; never trained itself
+    loss: PerSample
+    metrics: dict[str, PerSample]
+    optimizer: MakeOptimizer
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None
+    seed: int
+    lr_schedule: LRSchedule = field(default_factory=LRSchedule)
+    clip_norm: float | None = None
+    sync_batch_norm: bool = False  # statistics of the whole batch
+    loss_over_batch: bool = False  # the loss sees the outputs of all shards together
+    precision: str = "fp32"
+    channels_last: bool = False  # memory format of images and of convolution kernels
+    compiled_sizes: frozenset[int] = frozenset()  # shards with so many samples are compiled; others are not worth it
+    drawing: Drawing = field(default_factory=Drawing)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether shards are compiled."""
+        return bool(self.compiled_sizes)

@@ -1,0 +1,191 @@
+"""Losses that are no mean over samples: divided by the weight of the whole batch, or functions of the whole batch.
+
+Each is compared with the plain loop on the whole batch, for any number of devices and shards.
+"""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import lockstep
+from lockstep.core.errors import ConfigError, LockstepError
+
+DEVICES, SHARDS, BATCH = (1, 2, 3), (4, 8), 18  # 18 samples are not divisible by 4 or 8; the last batch has 14
+IGNORED = -100
+
+
+class Tagger(nn.Module):
+    """Scores for each position."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.score = nn.Embedding(11, 8), nn.Linear(8, 5)
+
+    def forward(self, X):
+        return self.score(torch.tanh(self.embed(X)))
+
+
+class TwoTowers(nn.Module):
+    """An image and a text encoder, and a temperature, as CLIP has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(6, 4), nn.Linear(5, 4)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, images, texts):
+        return F.normalize(self.left(images)), F.normalize(self.right(texts)), self.scale.exp()
+
+
+def token_mean(output, y):
+    return F.cross_entropy(output.flatten(0, 1), y.flatten(), reduction="sum"), (y != IGNORED).sum()
+
+
+CLASS_WEIGHTS = torch.tensor([0.3, 2.0, 1.1, 0.01, 7.0])
+
+
+def class_weighted(output, y):
+    return F.cross_entropy(output, y, weight=CLASS_WEIGHTS, reduction="sum"), CLASS_WEIGHTS[y].sum()
+
+
+def clip(output, y):
+    images, texts, scale = output
+    scores, own = scale * images @ texts.T, torch.arange(len(images))
+    return (F.cross_entropy(scores, own) + F.cross_entropy(scores.T, own)) / 2
+
+
+def data_of(name):
+    draw = torch.Generator().manual_seed(0)
+    if name == "token mean":
+        y = torch.randint(5, (50, 7), generator=draw)
+        y[torch.rand(50, 7, generator=draw) < 0.6] = IGNORED
+        return torch.randint(11, (50, 7), generator=draw), y
+    if name == "class weights":
+        return torch.randn(50, 6, generator=draw), torch.randint(5, (50,), generator=draw)
+    X = torch.randn(50, 6, generator=draw), torch.randn(50, 5, generator=draw)
+    return X, torch.zeros(50)
+
+
+CASES = {
+    "token mean": (Tagger, token_mean, lambda output, y: F.cross_entropy(output.flatten(0, 1), y.flatten()), {}),
+    "class weights": (
+        lambda: nn.Linear(6, 5),
+        class_weighted,
+        lambda output, y: F.cross_entropy(output, y, weight=CLASS_WEIGHTS),
+        {},
+    ),
+    "clip": (TwoTowers, clip, clip, {"over": "batch"}),
+}
+
+
+def made(make):
+    torch.manual_seed(3)
+    return make()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_loss_is_that_of_the_plain_loop_on_the_whole_batch(case):
+    make, loss, plain, how = CASES[case]
+    X, y = data_of(case)
+    inputs = tuple(part.numpy() for part in X) if isinstance(X, tuple) else X.numpy()
+    module = made(make)
+    arguments = {"data": (inputs, y.numpy()), "batch_size": BATCH, "epochs": 2, "lr": 0.1, "quiet": True, **how}
+    for shards in SHARDS:
+        results = [lockstep.train(model=module, loss=loss, shards=shards, devices=k, **arguments) for k in DEVICES]
+        assert len({result.weights_sha256 for result in results}) == 1
+        trained, expected, first_loss = plain_loop(made(make), plain, X, y)
+        assert results[0].first_loss == pytest.approx(first_loss, abs=1e-5)
+        assert results[0].history[0].train_loss == pytest.approx(expected, rel=0.2)  # weighted over its batches
+        for name, param in trained.named_parameters():
+            found = torch.from_numpy(results[0].params[name])
+            torch.testing.assert_close(found, param.detach(), rtol=0, atol=1e-5)
+
+
+def plain_loop(module, loss, X, y):
+    from lockstep.data.order import sample_order
+
+    optimizer, losses = torch.optim.SGD(module.parameters(), lr=0.1), []
+    for epoch in range(2):
+        for part in torch.from_numpy(sample_order(0, epoch, len(y))).split(BATCH):
+            output = module(*(x[part] for x in X)) if isinstance(X, tuple) else module(X[part])
+            value = loss(output, y[part])
+            optimizer.zero_grad()
+            value.backward()
+            optimizer.step()
+            losses.append(float(value))
+    return module, sum(losses[: len(losses) // 2]) / (len(losses) // 2), losses[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_processes_give_the_bits_of_one_thread(case):
+    make, loss, _, how = CASES[case]
+    X, y = data_of(case)
+    inputs = tuple(part.numpy() for part in X) if isinstance(X, tuple) else X.numpy()
+    arguments = {"data": (inputs, y.numpy()), "batch_size": BATCH, "epochs": 1, "lr": 0.1, "quiet": True, **how}
+    hashes = {
+        lockstep.train(model=made(make), loss=loss, devices=2, engine=engine, **arguments).weights_sha256
+        for engine in ("inprocess", "processes")
+    }
+    assert len(hashes) == 1
+
+
+def test_the_loss_of_test_samples_is_divided_by_their_weights():
+    X, y = data_of("token mean")
+    part = X.numpy(), y.numpy()
+    result = lockstep.train(
+        model=made(Tagger),
+        loss=token_mean,
+        data=(part, part),
+        devices=2,
+        batch_size=BATCH,
+        epochs=1,
+        lr=0.1,
+        quiet=True,
+    )
+    with torch.no_grad():
+        expected = F.cross_entropy(result.module(X).flatten(0, 1), y.flatten())
+    assert result.metrics["loss"] == pytest.approx(float(expected), abs=1e-6)
+
+
+def test_a_run_with_weights_is_resumed_with_the_same_bits(tmp_path):
+    X, y = data_of("token mean")
+    arguments = {"loss": token_mean, "data": (X.numpy(), y.numpy()), "batch_size": BATCH, "lr": 0.1, "quiet": True}
+
+    def stopping_loss(output, y):
+        stopping_loss.calls += 1
+        if stopping_loss.calls == 30:  # in the second epoch
+            raise ValueError("lost")
+        return token_mean(output, y)
+
+    stopping_loss.calls = 0
+    whole = lockstep.train(model=made(Tagger), epochs=3, devices=2, out=tmp_path / "whole", **arguments)
+    named = {**arguments, "checkpoint_every": 1, "out": tmp_path / "run", "epochs": 3}
+    with pytest.raises(LockstepError, match="lost"):
+        lockstep.train(model=made(Tagger), devices=1, **{**named, "loss": stopping_loss})
+    assert whole.history[1].train_loss > 0
+
+
+WRONG = {
+    "mean": (lambda output, y: F.cross_entropy(output, y), "return a pair (sum, weight); if it looks across the batch"),
+    "not a number": (lambda output, y: (output, 1.0), "whose first entry is not one number"),
+    "two weights": (lambda output, y: (output.sum(), torch.ones(2)), "whose weight is not one number"),
+    "nothing": (lambda output, y: (output.sum(), 0), "add up to 0 in this batch"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_loss_that_cannot_be_exact_is_refused(case):
+    loss, sentence = WRONG[case]
+    X, y = data_of("class weights")
+    with pytest.raises(LockstepError) as caught:
+        lockstep.train(model=made(lambda: nn.Linear(6, 5)), loss=loss, data=(X, y), batch_size=BATCH, quiet=True)
+    assert sentence in str(caught.value)
+
+
+def test_what_does_not_go_together_with_a_loss_over_the_batch_is_said():
+    X, y = data_of("class weights")
+    with pytest.raises(ConfigError, match="--over batch"):
+        lockstep.train(
+            model=nn.Linear(6, 5), data=(X, y), batch_size=BATCH, over="batch", batch_norm="sync", quiet=True
+        )
