@@ -229,11 +229,11 @@ def test_a_loss_that_uses_the_users_own_module_is_refused(images):
 
 def test_a_step_that_failed_leaves_no_gradients_to_the_next(images):
     module = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 3))
-    sync = SyncBatchNorm(
-        module,
-        lambda clone, random, shard: LossSum(F.cross_entropy(clone(shard.X), shard.y, reduction="sum")),
-        lambda: None,
-    )
+
+    def forward(clone, random, shard):
+        return LossSum(F.cross_entropy(clone(shard.X), shard.y, reduction="sum"))
+
+    sync = SyncBatchNorm(module, forward, lambda: None)
 
     def gradients(all_gather):
         ((_, found),) = sync.forward_backward([Shard(0, 50, *images)], all_gather)

@@ -113,7 +113,7 @@ def plain_loop(module, loss, X, y):
             optimizer.zero_grad()
             value.backward()
             optimizer.step()
-            losses.append(float(value))
+            losses.append(value.item())
     return module, sum(losses[: len(losses) // 2]) / (len(losses) // 2), losses[0]
 
 
@@ -133,16 +133,8 @@ def test_processes_give_the_bits_of_one_thread(case):
 def test_the_loss_of_test_samples_is_divided_by_their_weights():
     X, y = data_of("token mean")
     part = X.numpy(), y.numpy()
-    result = lockstep.train(
-        model=made(Tagger),
-        loss=token_mean,
-        data=(part, part),
-        devices=2,
-        batch_size=BATCH,
-        epochs=1,
-        lr=0.1,
-        quiet=True,
-    )
+    how = {"devices": 2, "batch_size": BATCH, "epochs": 1, "lr": 0.1, "quiet": True}
+    result = lockstep.train(model=made(Tagger), loss=token_mean, data=(part, part), **how)
     with torch.no_grad():
         expected = F.cross_entropy(result.module(X).flatten(0, 1), y.flatten())
     assert result.metrics["loss"] == pytest.approx(float(expected), abs=1e-6)
@@ -150,20 +142,23 @@ def test_the_loss_of_test_samples_is_divided_by_their_weights():
 
 def test_a_run_with_weights_is_resumed_with_the_same_bits(tmp_path):
     X, y = data_of("token mean")
-    arguments = {"loss": token_mean, "data": (X.numpy(), y.numpy()), "batch_size": BATCH, "lr": 0.1, "quiet": True}
+    left = [10_000]  # calls until it fails
 
-    def stopping_loss(output, y):
-        stopping_loss.calls += 1
-        if stopping_loss.calls == 30:  # in the second epoch
+    def loss(output, y):
+        left[0] -= 1
+        if not left[0]:
             raise ValueError("lost")
         return token_mean(output, y)
 
-    stopping_loss.calls = 0
-    whole = lockstep.train(model=made(Tagger), epochs=3, devices=2, out=tmp_path / "whole", **arguments)
-    named = {**arguments, "checkpoint_every": 1, "out": tmp_path / "run", "epochs": 3}
+    arguments = {"loss": loss, "data": (X.numpy(), y.numpy()), "batch_size": BATCH, "lr": 0.1, "quiet": True}
+    whole = lockstep.train(model=made(Tagger), epochs=3, devices=2, **arguments)
+    arguments |= {"checkpoint_every": 1, "out": tmp_path / "run", "epochs": 3}
+    left[0] = 30  # in the second epoch
     with pytest.raises(LockstepError, match="lost"):
-        lockstep.train(model=made(Tagger), devices=1, **{**named, "loss": stopping_loss})
-    assert whole.history[1].train_loss > 0
+        lockstep.train(model=made(Tagger), devices=1, **arguments)
+    result = lockstep.train(model=made(Tagger), devices=3, resume=True, **arguments)
+    assert result.weights_sha256 == whole.weights_sha256
+    assert [each.train_loss for each in result.history] == [each.train_loss for each in whole.history]
 
 
 WRONG = {
@@ -186,6 +181,4 @@ def test_a_loss_that_cannot_be_exact_is_refused(case):
 def test_what_does_not_go_together_with_a_loss_over_the_batch_is_said():
     X, y = data_of("class weights")
     with pytest.raises(ConfigError, match="--over batch"):
-        lockstep.train(
-            model=nn.Linear(6, 5), data=(X, y), batch_size=BATCH, over="batch", batch_norm="sync", quiet=True
-        )
+        lockstep.train(model=nn.Linear(6, 5), data=(X, y), batch_size=BATCH, over="batch", batch_norm="sync")
