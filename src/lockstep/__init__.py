@@ -26,12 +26,14 @@ if TYPE_CHECKING:
         try_gpu,
     )
     from lockstep.core.errors import LockstepError
+    from lockstep.training.trainer import Trainer
 
 __version__ = "0.7.0"  # the one place: pyproject.toml reads it from here
 
 __all__ = [
     "LockstepError",
     "Result",
+    "Trainer",
     "allreduce",
     "devices",
     "evaluate_accuracy",

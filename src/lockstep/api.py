@@ -9,6 +9,7 @@ What is wrong in one or another edition of the text is mended here:
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from lockstep.backends import DEFAULT_BACKEND, Tensor, backend_of_all, devices_for, load_backend, named_devices
 from lockstep.config import RunConfig, check_ranks
@@ -38,6 +39,15 @@ from lockstep.training.evaluate import evaluate_batches
 from lockstep.training.flat_task import EVAL_BATCH_SIZE
 from lockstep.training.replica_set import ReplicaSet
 from lockstep.training.train import train as train
+
+
+def __getattr__(name: str) -> Any:
+    """`Trainer` loads PyTorch, which the other functions need not."""
+    if name == "Trainer":
+        from lockstep.training.trainer import Trainer
+
+        return Trainer
+    raise AttributeError(name)
 
 
 def try_gpu(i: int = 0, backend: str = DEFAULT_BACKEND) -> Device:

@@ -81,6 +81,12 @@ class RunConfig:
     schedule: str = setting("constant", "Learning-rate schedule after the warm-up.", IDENTITY, choices=SCHEDULES)
     warmup: int = setting(0, "Steps in which the learning rate grows to its full value.", IDENTITY, limits={">=": 0})
     clip_norm: float | None = setting(None, "Clip gradients to this norm. Default: off.", IDENTITY, limits={">": 0})
+    ema: float | None = setting(
+        None,
+        "Decay of a moving average of the weights, like 0.999; its weights are in the result. Default: off.",
+        IDENTITY,
+        limits={">=": 0, "<": 1},
+    )
     batch_norm: str = setting("shard", "Statistics of batch norm.", IDENTITY, choices=BATCH_NORMS)
     precision: str = setting("fp32", "Precision of a model that is a module.", IDENTITY, choices=PRECISIONS)
     num_shards: int = setting(

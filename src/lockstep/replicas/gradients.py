@@ -15,7 +15,7 @@ from lockstep.backends.torch_kernels import can_compile_kernels
 from lockstep.core.errors import CaptureError, RunError
 from lockstep.core.layout import Layout
 from lockstep.replicas.keyed_random import NoDraws
-from lockstep.replicas.memory_format import flat_in_memory_order
+from lockstep.replicas.memory_format import flat_in_memory_order, shaped_like
 
 
 class Gradients:
@@ -80,6 +80,12 @@ class Gradients:
             for gradient, param in zip(gradients, self._params, strict=True)
         ]
         return GradientPieces(self._layout, pieces, self._device)
+
+    def put(self, vector: Tensor, used: frozenset[int]) -> None:
+        """Makes the entries of a vector the gradients of the parameters with these numbers; the others have none."""
+        pieces = vector.split(self._layout.pieces)[::2]
+        for number, (param, piece) in enumerate(zip(self._params, pieces, strict=True)):
+            param.grad = shaped_like(param, piece) if number in used else None  # PyTorch's optimizers skip None
 
     def clear(self) -> None:
         """Removes them from all parameters; an optimizer may not have all of those."""

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.backends import Pieces
 from lockstep.backends.torch import plain_errors, torch_device
@@ -22,13 +22,13 @@ from lockstep.optim.torch_on_gpu import GpuOptimizer
 from lockstep.replicas import module_state
 from lockstep.replicas.batch_loss import BatchLoss
 from lockstep.replicas.gradients import Gradients
-from lockstep.replicas.memory_format import shaped_like
 from lockstep.replicas.optimizer_state import optimizer_state, restore_optimizer
 from lockstep.replicas.replica import AllGatherTensors, BatchSummary, Leaf, Shard
 from lockstep.replicas.shard_loss import ShardLoss
 from lockstep.replicas.shard_module import ShardModule
 from lockstep.replicas.sync_batch_norm import SyncBatchNorm
 from lockstep.replicas.train_spec import TrainSpec
+from lockstep.replicas.weight_average import WeightAverage
 
 
 class ModuleReplica:
@@ -63,6 +63,11 @@ class ModuleReplica:
         self._pinned = module_state.PinnedCopies(self._device)
         self._in_eval_mode = module_state.modules_in_eval_mode(spec.module)
         self._step = 0  # the step that the buffers are prepared for
+        self._held: list[tuple[Tensor, float, frozenset[int]]] = []  # sums of gradients before an update, their divisor
+        self._lent: list[tuple[Tensor, Tensor]] = []  # buffers, and their values before the module was lent
+        self._average = WeightAverage(self.module, spec.ema) if spec.ema is not None else None
+        if self._average is not None and state_dict is not None:
+            self._average.load(state_dict["ema"])
         self._is_unfinished = False  # a step has begun and is not done: the buffers are those of its last shard
         self._sync = None
         if spec.sync_batch_norm:
@@ -76,6 +81,8 @@ class ModuleReplica:
     def begin_step(self, step: int) -> None:
         self.module.train()
         module_state.put_in_eval_mode(self.module, self._in_eval_mode)
+        self._gradients.clear()  # another model's loss may have gone through this one
+        self._put_back_lent()
         trained = [id(param) for param in self.module.parameters() if param.requires_grad]
         if trained != [id(param) for param in self._params]:
             raise RunError("The module changed which parameters are trained (requires_grad) in mid-run. Do it before.")
@@ -147,14 +154,16 @@ class ModuleReplica:
         if self._spec.clip_norm is not None:
             norm = torch.linalg.vector_norm(gradient)
             gradient = gradient * (self._spec.clip_norm / (norm + 1e-6)).clamp(max=1.0)
-        pieces = gradient.split(self._layout.pieces)[::2]
-        for number, (param, piece) in enumerate(zip(self._params, pieces, strict=True)):
-            # PyTorch skips a parameter whose gradient is None
-            param.grad = shaped_like(param, piece) if number in batch.used else None
+        self._gradients.put(gradient, batch.used)
+        self._step_optimizer()
+        self._buffers.merge(batch.buffers, batch.shard_sizes)
+
+    def _step_optimizer(self) -> None:
         with self._random, self._gpu_optimizer.rates_on_device() if self._gpu_optimizer else nullcontext():
             self._optimizer.step()
         self._gradients.clear()
-        self._buffers.merge(batch.buffers, batch.shard_sizes)
+        if self._average is not None:
+            self._average.add(self.module)
 
     def end_update(self) -> None:
         """The host's part after it."""
@@ -162,9 +171,50 @@ class ModuleReplica:
             self._scheduler.step()
         self._is_unfinished = False
 
+    def hold_gradients(self, total: Tensor, batch: BatchSummary) -> None:
+        """Adds a batch to those whose gradients are held; the mean is in the module's parameters, for anybody to see.
+
+        The update comes later, or never.
+        """
+        self._held.append((total.clone(), divisor_of(batch), batch.used))
+        total = reduce(torch.add, (held for held, _, _ in self._held))
+        divisor, used = sum(divisor for _, divisor, _ in self._held), frozenset().union(*(u for _, _, u in self._held))
+        self._held = [(total, divisor, used)]
+        self._gradients.put(total / divisor, used)
+        self._buffers.merge(batch.buffers, batch.shard_sizes)
+        self._is_unfinished = False
+
+    def update_held(self, step: int) -> None:
+        """The update by the gradients that are in the parameters now."""
+        self.begin_update(step)
+        if self._spec.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self._params, self._spec.clip_norm)
+        self._step_optimizer()
+        self.end_update()
+        self._held = []
+
+    def drop_held(self) -> None:
+        """Forgets the gradients that are held."""
+        self._held = []
+        self._gradients.clear()
+
+    def lent(self) -> nn.Module:
+        """The module for a forward pass of somebody else, which is not to change its buffers: they are put back."""
+        self._undo_unfinished_step()
+        self._put_back_lent()
+        self._lent = [(buffer, buffer.detach().clone()) for buffer in self.module.buffers()]
+        return self.module
+
+    def _put_back_lent(self) -> None:
+        for buffer, before in self._lent:
+            if not torch.equal(buffer, before):
+                buffer.copy_(before)
+        self._lent = []
+
     def measure(self, X: Any, y: Any) -> dict[str, list[float]]:
+        self._put_back_lent()
         self.module.eval()
-        num_samples = len(leaves_of(y)[0])
+        num_samples = next(len(leaf) for leaf in leaves_of((y, X)) if isinstance(leaf, Tensor) and leaf.ndim)
         metrics = {n: (f"metric {n}", m) for n, m in self._spec.metrics.items()}
         if not self._spec.loss_over_batch:  # which has no value for a part of the samples
             metrics = {"loss": ("loss", self._losses.function), **metrics}
@@ -191,6 +241,7 @@ class ModuleReplica:
     def fingerprints(self) -> dict[str, str]:
         if self._device.type == "cpu":
             return {name: sha256_of([array]) for name, array in self.arrays().items()}
+        self._undo_unfinished_step()
         tensors = module_state.saved_tensors(self.module)
         sums = torch.stack([module_state.checksum(tensor) for tensor in tensors.values()])  # on the device
         return dict(zip(tensors, map(str, sums.tolist()), strict=True))
@@ -199,9 +250,15 @@ class ModuleReplica:
         self._undo_unfinished_step()
         saved = module_state.saved_tensors(self.module)
         others = {n: module_state.to_numpy(b) for n, b in self.module.named_buffers() if n not in saved}
-        return {"buffers": others, **optimizer_state(self._optimizer, self._scheduler)}
+        average = {} if self._average is None else {"ema": self._average.arrays()}
+        return {"buffers": others, **average, **optimizer_state(self._optimizer, self._scheduler)}
+
+    def averaged(self) -> dict[str, Array]:
+        """The moving average of parameters and buffers, where there is one."""
+        return {} if self._average is None else self._average.arrays()
 
     def _undo_unfinished_step(self) -> None:
+        self._put_back_lent()
         if self._is_unfinished:
             self._buffers.rewind()
 

@@ -33,6 +33,7 @@ class TrainSpec:
     clip_norm: float | None = None
     sync_batch_norm: bool = False  # statistics of the whole batch
     loss_over_batch: bool = False  # the loss sees the outputs of all shards together
+    ema: float | None = None  # the decay of a moving average of the weights
     precision: str = "fp32"
     channels_last: bool = False  # memory format of images and of convolution kernels
     compiled_sizes: frozenset[int] = frozenset()  # shards with so many samples are compiled; others are not worth it

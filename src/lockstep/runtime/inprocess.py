@@ -33,13 +33,22 @@ GRACE_SECONDS = 1.0  # for ranks that only waited to notice the cancellation
 
 
 class InProcess:
-    """All ranks in this process. With `pins`, ranks that take up all cores of the CPU have one each."""
+    """All ranks in this process. With `pins`, ranks that take up all cores of the CPU have one each.
+
+    It has a session of the framework from its start to its end, or the caller has one whenever it calls.
+    """
 
     def __init__(
-        self, backend: Backend, devices: list[Device], timeout: float | None = None, pins: bool = False
+        self,
+        backend: Backend,
+        devices: list[Device],
+        timeout: float | None = None,
+        pins: bool = False,
+        *,
+        has_session: bool = True,
     ) -> None:
         self.backend, self.devices, self.timeout = backend, devices, timeout
-        self._pins = pins and devices[0].kind == "cpu"
+        self._pins, self._has_session = pins and devices[0].kind == "cpu", has_session
         self.num_ranks = len(devices)
         self.local_ranks = range(self.num_ranks)
         self.traces: list[Trace] = []  # one for each rank, while a run is traced
@@ -56,10 +65,11 @@ class InProcess:
         self._interpreters: list[Interpreter] = []
 
     def __enter__(self) -> Self:
-        self._undo.enter_context(self.backend.session(self.devices))
+        if self._has_session:
+            self._undo.enter_context(self.backend.session(self.devices))
         try:
             for rank in self.local_ranks:
-                self._workers.append(RankThread(f"lockstep-rank-{rank}"))
+                self._workers.append(RankThread(f"lockstep-rank-{rank}", rank))
             self._undo.callback(self._end_threads)
             self._memories = self.each("start", self._start_worker)
         except BaseException:

@@ -27,8 +27,15 @@ class Processes:
     """One of the ranks is in this process; `group` leads to the others, which may be told its `position`."""
 
     def __init__(
-        self, backend: Backend, devices: list[Device], group: ProcessGroup, position: Position | None = None
+        self,
+        backend: Backend,
+        devices: list[Device],
+        group: ProcessGroup,
+        position: Position | None = None,
+        *,
+        has_session: bool = True,  # from its start to its end, or the caller has one whenever it calls
     ) -> None:
+        self._has_session = has_session
         self.backend, self.devices, self.position = backend, devices, position or Position()
         self.num_ranks, self.rank = len(devices), group.rank
         self.local_ranks = range(self.rank, self.rank + 1)
@@ -45,7 +52,8 @@ class Processes:
         self._undo.callback(self._end_comm_thread)  # after the connections, for one of which it may wait
         self._undo.callback(self._group.close)
         try:
-            self._undo.enter_context(self.backend.session([self.device]))
+            if self._has_session:
+                self._undo.enter_context(self.backend.session([self.device]))
             self.each("start", lambda rank, device: self.backend.start_worker(device))
         except BaseException:
             self.close()

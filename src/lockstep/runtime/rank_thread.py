@@ -6,11 +6,14 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
 
+CURRENT = threading.local()  # `rank`: of the thread that asks, where it works for one
+
 
 class RankThread:
     """Does what it is given, one after the other."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, rank: int = 0) -> None:
+        self._rank = rank
         self._tasks: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = SimpleQueue()
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.thread.start()
@@ -28,6 +31,7 @@ class RankThread:
             self.thread.join()
 
     def _run(self) -> None:
+        CURRENT.rank = self._rank
         while (given := self._tasks.get()) is not None:
             future, work, arguments = given
             try:

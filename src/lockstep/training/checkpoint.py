@@ -32,6 +32,7 @@ class Progress:
     """How far a run is."""
 
     step: int = 0  # steps that are done
+    passes: int = 0  # forward and backward passes that are done, where a step can have several
     epoch: int = 1  # the current one, which is not done
     losses: list[float] = field(default_factory=list)  # of the shards of the current epoch so far
     weights: list[float] = field(default_factory=list)  # the same, where the loss has weights of its own

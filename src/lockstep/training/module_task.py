@@ -1,6 +1,7 @@
 """The task of training a PyTorch module. User objects are checked here and in `validation.py`."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,42 +40,15 @@ def module_task(config: RunConfig, devices: list[Device], model: Any, data: Any,
     all_arrays = all(isinstance(part, tuple) for part in (train, test) if part is not None)
     in_memory = Dataset(config.data, *train, *(test or ())) if all_arrays else None
     module = made_module(model, in_memory, config.seed)
-    if config.precision == "tf32" and devices[0].kind != "cuda":
-        raise ConfigError("tf32 is an arithmetic of NVIDIA GPUs, and the devices are CPUs. Use fp32.")
-    loss = _callable(config.loss if objects.loss is None else objects.loss, LOSSES, "loss")
     if objects.metrics is not None and test is None:
         raise ConfigError("There are metrics and no test samples to measure. Give both parts: data=(training, test).")
     shards = split_into_shards(config.batch_size, config.num_shards)
-    spec = TrainSpec(
-        module=module,
-        loss=loss,
-        metrics=metrics_of(objects.metrics, loss),
-        optimizer=_optimizer(config, objects),
-        scheduler=objects.scheduler,
-        seed=config.seed,
-        lr_schedule=LRSchedule(config.schedule, config.warmup, num_steps(config, num_train)),
-        clip_norm=config.clip_norm,
-        sync_batch_norm=config.batch_norm == "sync",
-        loss_over_batch=config.loss_over == "batch",
-        precision=config.precision,
-        channels_last=wants_channels_last(module, devices[0], config.precision),
-        compiled_sizes=frozenset(map(len, shards)) if config.compile else frozenset(),
-    )
-    check_objects(config, spec)
+    lr_schedule = LRSchedule(config.schedule, config.warmup, num_steps(config, num_train))
+    spec = train_spec(config, devices, module, objects, lr_schedule, frozenset(map(len, shards)))
     check_smallest_shard(config, module, train, num_train)
-    if config.compile and config.batch_norm == "sync":
-        raise ConfigError("A compiled model cannot wait for statistics of the whole batch. Leave --compile out.")
-    if config.loss_over == "batch" and (config.compile or config.batch_norm == "sync"):
-        other = "--compile" if config.compile else "--batch-norm sync"
-        raise ConfigError(f"A loss over the batch (--over batch) does not go together with {other}. Leave one out.")
     for what, part in (("training", train), ("test", test)):
         if part is not None and not isinstance(part, tuple):
             check_keyed(part, what, config.seed)
-
-    def finished(weights: dict[str, Array]) -> nn.Module:
-        trained = copy_of(module, torch.device("cpu"))
-        load(trained, weights)
-        return trained
 
     return Task(
         model=config.model if objects.model is None and not is_entry_point(config.model) else type(module).__name__,
@@ -87,9 +61,53 @@ def module_task(config: RunConfig, devices: list[Device], model: Any, data: Any,
         num_test=num_test,
         data_sha256=None if in_memory is None else in_memory.sha256,
         eval_batch_size=-(-config.batch_size // config.num_shards),  # the size of a shard, which fits into memory
-        trained=finished,
+        trained=partial(with_weights, module),
         notes=notes(config, devices, num_train),
     )
+
+
+def train_spec(
+    config: RunConfig,
+    devices: list[Device],
+    module: nn.Module,
+    objects: UserObjects,
+    lr_schedule: LRSchedule,
+    compiled_sizes: frozenset[int],
+) -> TrainSpec:
+    """How a module is trained, checked. With --compile, shards of `compiled_sizes` are compiled."""
+    if config.precision == "tf32" and devices[0].kind != "cuda":
+        raise ConfigError("tf32 is an arithmetic of NVIDIA GPUs, and the devices are CPUs. Use fp32.")
+    if config.compile and config.batch_norm == "sync":
+        raise ConfigError("A compiled model cannot wait for statistics of the whole batch. Leave --compile out.")
+    if config.loss_over == "batch" and (config.compile or config.batch_norm == "sync"):
+        other = "--compile" if config.compile else "--batch-norm sync"
+        raise ConfigError(f"A loss over the batch (--over batch) does not go together with {other}. Leave one out.")
+    loss = _callable(config.loss if objects.loss is None else objects.loss, LOSSES, "loss")
+    spec = TrainSpec(
+        module=module,
+        loss=loss,
+        metrics=metrics_of(objects.metrics, loss),
+        optimizer=_optimizer(config, objects),
+        scheduler=objects.scheduler,
+        seed=config.seed,
+        lr_schedule=lr_schedule,
+        clip_norm=config.clip_norm,
+        sync_batch_norm=config.batch_norm == "sync",
+        loss_over_batch=config.loss_over == "batch",
+        ema=config.ema,
+        precision=config.precision,
+        channels_last=wants_channels_last(module, devices[0], config.precision),
+        compiled_sizes=compiled_sizes if config.compile else frozenset(),
+    )
+    check_objects(config, spec)
+    return spec
+
+
+def with_weights(module: nn.Module, weights: dict[str, Array]) -> nn.Module:
+    """A copy of a module with these weights, on the CPU."""
+    trained = copy_of(module, torch.device("cpu"))
+    load(trained, weights)
+    return trained
 
 
 def _optimizer(config: RunConfig, objects: UserObjects) -> MakeOptimizer:

@@ -51,17 +51,23 @@ def train(
     >>> result.devices, result.steps
     (['cpu:0', 'cpu:1'], 8)
     """
-    only_objects = {name: settings.pop(name) for name in ONLY_OBJECTS if name in settings}
-    objects = {name: settings[name] for name in OBJECTS if not isinstance(settings.get(name, ""), (str, Path))}
     texts = {"num_gpus": num_gpus, "batch_size": batch_size, "lr": lr, "num_epochs": num_epochs}
-    named = _config_settings({**texts, **settings})
-    is_function = "optimizer" in objects and not hasattr(objects["optimizer"], "param_groups")
-    if is_function and any(named.get(name) for name in ("learning_rate", "momentum", "weight_decay")):
-        raise ConfigError("The optimizer is made by a function: set learning rate, momentum and weight decay there.")
-    result = run(RunConfig(**named), UserObjects(**objects, **only_objects), quiet=quiet, resume=resume)
+    result = run(*settings_of({**texts, **settings}), quiet=quiet, resume=resume)
     if not quiet and prints_result():
         print(result.lines())
     return result
+
+
+def settings_of(given: dict[str, Any]) -> tuple[RunConfig, UserObjects]:
+    """The settings of a run and the user's objects, from what is given by the names of options."""
+    only_objects = {name: given[name] for name in ONLY_OBJECTS if name in given}
+    settings = {name: value for name, value in given.items() if name not in ONLY_OBJECTS}
+    objects = {name: settings[name] for name in OBJECTS if not isinstance(settings.get(name, ""), (str, Path))}
+    named = _config_settings(settings)
+    is_function = "optimizer" in objects and not hasattr(objects["optimizer"], "param_groups")
+    if is_function and any(named.get(name) for name in ("learning_rate", "momentum", "weight_decay")):
+        raise ConfigError("The optimizer is made by a function: set learning rate, momentum and weight decay there.")
+    return RunConfig(**named), UserObjects(**objects, **only_objects)
 
 
 def _config_settings(named: dict[str, Any]) -> dict[str, Any]:

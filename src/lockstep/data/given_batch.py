@@ -1,0 +1,72 @@
+"""A batch that a program gives: tensors, arrays, tuples and dicts of them, cut into shards."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.backends.torch import torch_device
+from lockstep.core.errors import DataError
+from lockstep.data.batch import Batch, DeviceMemory
+
+FORMS = "Give (inputs, target), (input, ..., target), or a dict with the model's arguments by name"
+
+
+def given_batch(given: Any, memory: DeviceMemory) -> Batch:
+    """The batch, of which a rank gets shards. A dict is the model's input by name, and what the loss sees too."""
+    X, y = _inputs_and_target(given)
+    parts = X if X is y else (y, X)
+    sizes = [len(leaf) for leaf in _tensors(parts) if leaf.ndim]
+    if not sizes:
+        raise DataError(f"The batch has no tensor with samples. {FORMS}.")
+    num_samples = sizes[0]
+    if not num_samples:
+        raise DataError("The batch is empty. Give one sample at least.")
+    if wrong := [size for size in sizes if size != num_samples]:
+        raise DataError(f"The batch has tensors of {num_samples} and of {wrong[0]} samples. All need the same number.")
+    return Batch(num_samples, partial(_fetch, memory, X, y, num_samples))
+
+
+def _inputs_and_target(given: Any) -> tuple[Any, Any]:
+    if isinstance(given, Mapping):
+        return (plain := dict(given)), plain
+    if isinstance(given, (tuple, list)) and len(given) >= 2:
+        return given[0] if len(given) == 2 else tuple(given[:-1]), given[-1]
+    raise DataError(f"The batch is a {type(given).__name__}. {FORMS}.")
+
+
+def _tensors(value: Any) -> list[Any]:
+    """The tensors and arrays inside."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        return [value]
+    if isinstance(value, Mapping):
+        return [leaf for part in value.values() for leaf in _tensors(part)]
+    return [leaf for part in value for leaf in _tensors(part)] if isinstance(value, (tuple, list)) else []
+
+
+def _fetch(memory: DeviceMemory, X: Any, y: Any, num_samples: int, rank: int, start: int, stop: int) -> tuple[Any, Any]:
+    device = torch_device(memory.devices[rank])
+    inputs = _cut(X, device, num_samples, range(start, stop))
+    return inputs, inputs if X is y else _cut(y, device, num_samples, range(start, stop))
+
+
+def _cut(value: Any, device: torch.device, num_samples: int, samples: range) -> Any:
+    """Some samples of a part of the batch. Lists of other things are cut too; what is no list is for all samples."""
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(value)
+    if isinstance(value, Tensor):
+        dtype = torch.float32 if value.dtype == torch.float64 else value.dtype  # as with arrays
+        part = value[samples.start : samples.stop] if value.ndim else value
+        return part.detach().to(device, dtype, copy=True)
+    cut = partial(_cut, device=device, num_samples=num_samples, samples=samples)
+    if isinstance(value, Mapping):
+        return {name: cut(part) for name, part in value.items()}
+    if isinstance(value, (tuple, list)):
+        if len(value) == num_samples and not _tensors(value):  # like strings, one for each sample
+            return value[samples.start : samples.stop]
+        parts = [cut(part) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value

@@ -1,0 +1,324 @@
+"""`lockstep.Trainer`: training one step at a time, for a loop of the user's own."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+from torch import nn
+
+from lockstep.backends import LossFuture
+from lockstep.backends.torch_session import use_tf32
+from lockstep.config import RunConfig, settings_in
+from lockstep.core.errors import ConfigError, RunError
+from lockstep.core.layout import Array, sha256_of
+from lockstep.core.serialization import CorruptData
+from lockstep.core.settings import IDENTITY
+from lockstep.data.batch import Batch
+from lockstep.data.given_batch import given_batch
+from lockstep.optim.lr_schedule import LRSchedule
+from lockstep.partition.balance import balance_for
+from lockstep.replicas.module import ModuleReplica
+from lockstep.replicas.module_capture import CapturableModuleReplica
+from lockstep.replicas.module_state import arrays_of
+from lockstep.report.runlog import what_to_do, write_whole
+from lockstep.runtime.rank_thread import CURRENT
+from lockstep.runtime.step import EagerSteps, StepOptions
+from lockstep.training.checkpoint import Checkpoint, Progress, check_same_run, made_with, unpacked
+from lockstep.training.drift import Healing
+from lockstep.training.evaluate import evaluate_batches
+from lockstep.training.held_gradients import HeldGradients
+from lockstep.training.module_task import train_spec, with_weights
+from lockstep.training.replica_set import ReplicaSet
+from lockstep.training.setup import make_steps
+from lockstep.training.task import UserObjects
+from lockstep.training.train import settings_of
+from lockstep.training.trainer_engine import trainer_engine
+from lockstep.training.validation import made_module
+from lockstep.training.weights import checked_weights
+
+EVAL_BATCH_SIZE = 64  # samples that are evaluated together, on any devices
+NOT_HERE = ("epochs", "num_epochs", "batch_size", "data", "data_dir", "schedule", "workers", "out", "heal", "trace",
+            "checkpoint_every", "keep_checkpoints", "on_hang", "max_restarts", "backend", "num_gpus")  # fmt: skip
+
+
+class StepResult:
+    """The result of a step: `step` counts from 1; `loss` is the mean over the batch before the update."""
+
+    def __init__(self, step: int, batch: Batch, future: LossFuture) -> None:
+        self.step = step
+        self._num_samples, self._future = batch.num_samples, future
+        self._loss: float | None = None
+
+    @property
+    def loss(self) -> float:
+        """Waits for the step, where it is still computed."""
+        if self._loss is None:
+            total, weights = math.fsum(self._future.result()), self._future.weights
+            self._loss = total / (math.fsum(weights) if weights else self._num_samples)
+        return self._loss
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The loss and the number of samples, by name."""
+        return {"loss": self.loss, "num_samples": self._num_samples}
+
+    def __repr__(self) -> str:
+        return f"StepResult(step={self.step}, loss={self.loss:.6g})"
+
+
+class EverySize(frozenset[int]):
+    """Shards of every size."""
+
+    def __contains__(self, size: object) -> bool:
+        return True
+
+    def __bool__(self) -> bool:
+        return True
+
+
+class Trainer:
+    """Trains a module on k devices, a step at a time: the same weights, bit for bit, whatever k is.
+
+    A plain loop in one process; under torchrun, every process runs the same loop and passes the same batches. Between
+    calls, PyTorch's settings are the user's own, and several trainers can be open.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        optimizer: Any = "sgd",
+        loss: Any = "cross_entropy",
+        devices: Any = None,
+        shards: int = 8,
+        seed: int = 0,
+        engine: str = "auto",
+        **settings: Any,
+    ) -> None:
+        given = {"model": model, "optimizer": optimizer, "loss": loss, "devices": devices, "shards": shards}
+        config, objects = _settings({**given, "seed": seed, "engine": engine, **settings})
+        self._start(config, objects, None)
+
+    @classmethod
+    def load(cls, path: str | Path, *, model: Any, devices: Any = None, **settings: Any) -> Self:
+        """A trainer that continues from what `save` wrote, on any devices.
+
+        Settings are those of the saved one, unless they were objects: give these again.
+        """
+        path = Path(path)
+        try:
+            checkpoint = unpacked(path.read_bytes())
+        except OSError as problem:
+            raise ConfigError(f"{path} cannot be read: {problem.strerror}. Give what Trainer.save wrote.") from problem
+        except CorruptData as problem:
+            raise ConfigError(f"{path} is damaged, or was not written by Trainer.save: {problem}.") from problem
+        names = {each.name: each.metadata["option"] or each.name for each in settings_in(IDENTITY)}
+        saved = {names[name]: value for name, value in checkpoint.run.items() if name in names}
+        plain = {n: v for n, v in saved.items() if n not in NOT_HERE and n != "model" and not _is_object(v)}
+        config, objects = _settings({**plain, "model": model, "devices": devices, **settings})
+        found = cls.__new__(cls)
+        found._start(config, objects, (path, checkpoint))
+        return found
+
+    def _start(self, config: RunConfig, objects: UserObjects, saved: tuple[Path, Checkpoint] | None) -> None:
+        self._config, self._undo, self._is_closed = config, ExitStack(), False
+        try:
+            self._source = made_module(objects.model, None, config.seed)
+            self._engine = self._undo.enter_context(trainer_engine(config))
+            lr_schedule = LRSchedule("constant", config.warmup)
+            spec = train_spec(config, self._engine.devices, self._source, objects, lr_schedule, EverySize())
+            self._initial = arrays_of(self._source)
+            self._progress, weights, state = Progress(), self._initial, None
+            if saved is not None:
+                path, checkpoint = saved
+                check_same_run(checkpoint.run, self._identity(), config)
+                weights = checked_weights(self._initial, checkpoint.weights, path, config.model)
+                self._progress, state = checkpoint.progress, next(iter(checkpoint.states.values()))
+            with self._working():
+                local = self._engine.each(
+                    "replicate", lambda rank, device: CapturableModuleReplica(spec, device, weights, state)
+                )
+                self._replicas = ReplicaSet(self._engine, local)
+                self._balance = balance_for(config.balance)
+                self._steps = make_steps(config, self._engine, local, self._balance)
+            self._held: list[HeldGradients] = []  # gradients that no update has used
+            self._healing = Healing(config)
+        except BaseException:
+            self._undo.close()
+            raise
+
+    def step(self, batch: Any) -> StepResult:
+        """One update of the model on all devices, by the gradient of the whole batch.
+
+        A batch is (inputs, target), (input, ..., target), or a dict. Its samples are cut into shards in their order.
+        """
+        if self._held:
+            raise ConfigError("There are gradients that no update has used. Call update() or drop_gradients() first.")
+        with self._working():
+            found, progress = given_batch(batch, self._engine), self._progress
+            future = self._steps.run(progress.passes + 1, found)
+            progress.step, progress.passes = progress.step + 1, progress.passes + 1
+            result = StepResult(progress.step, found, future)
+            if not self._steps.max_in_flight:
+                _ = result.loss
+            self._compare_if_due()
+        return result
+
+    def gradients(self, batch: Any) -> StepResult:
+        """The gradient of a batch, without an update: it is the `.grad` of the parameters, see `apply`.
+
+        Called again before `update`, batches are accumulated: the gradient is the mean over the samples of all.
+        """
+        with self._working():
+            config, found, progress = self._config, given_batch(batch, self._engine), self._progress
+            replicas: list[Any] = self._replicas.local
+            if not self._held:
+                self._held = [HeldGradients(replica) for replica in replicas]
+            together = config.batch_norm == "sync" or config.loss_over == "batch"
+            options = StepOptions(config.num_shards, config.exchange, 0.0, together)
+            future = EagerSteps(self._engine, self._held, options, self._balance).run(progress.passes + 1, found)
+            progress.passes += 1
+            return StepResult(progress.step + 1, found, future)
+
+    def apply(self, function: Callable[[nn.Module], Any]) -> None:
+        """Calls `function(module)` for the replica on each device; its parameters have their `.grad` after `gradients`.
+
+        For gradient clipping of one's own, perturbed weights (SAM), or a change of weights in mid-run. It must do the
+        same to all replicas; they are compared at the next `save`, and every `check_every` steps.
+        """
+        with self._working():
+            self._engine.each("apply", lambda rank, device, replica: function(replica.module), self._replicas.local)
+
+    def update(self) -> int:
+        """The update by the gradients that `gradients` has left; the number of the step."""
+        if not self._held:
+            raise ConfigError("There are no gradients to update by. Call gradients(batch) first, or step(batch).")
+        with self._working():
+            number = self._progress.step + 1
+            self._engine.each("update", lambda rank, device, held: held.replica.update_held(number), self._held)
+            self._held, self._progress.step = [], number
+            self._compare_if_due()
+        return number
+
+    def drop_gradients(self) -> None:
+        """Forgets the gradients that `gradients` has left."""
+        with self._working():
+            self._engine.each("update", lambda rank, device, held: held.replica.drop_held(), self._held)
+            self._held = []
+
+    def evaluate(self, data: Any) -> dict[str, float]:
+        """The mean loss and metrics over `data`: batches (a DataLoader, a list), or one batch as a pair or dict."""
+        batches = [data] if isinstance(data, (tuple, dict)) else data
+        if not isinstance(batches, Iterable):
+            raise ConfigError(f"evaluate got a {type(data).__name__}. Give batches: a DataLoader, or (inputs, target).")
+        with self._working():
+            given = (given_batch(batch, self._engine) for batch in batches)
+            found = evaluate_batches(self._replicas, given, EVAL_BATCH_SIZE)
+        if not found:
+            raise ConfigError("There is nothing to evaluate: no batch, or no metric.")
+        return found
+
+    @property
+    def num_steps(self) -> int:
+        """Updates so far."""
+        return self._progress.step
+
+    @property
+    def module(self) -> nn.Module:
+        """The replica of the device that asks: in a loss or another trainer's step its own, else that of the first."""
+        replicas: list[ModuleReplica] = self._replicas.local  # type: ignore[assignment]
+        rank = getattr(CURRENT, "rank", 0)
+        return replicas[rank if rank < len(replicas) else 0].lent()
+
+    def trained_module(self) -> nn.Module:
+        """A copy of the trained module, on the CPU."""
+        return with_weights(self._source, self.weights())
+
+    def weights(self) -> dict[str, Array]:
+        """All parameters and buffers by name."""
+        with self._working():
+            return self._replicas.weights()
+
+    def ema_weights(self) -> dict[str, Array]:
+        """Their moving average, with `ema=`."""
+        replica: Any = self._replicas.local[0]
+        with self._working():
+            return dict(replica.averaged())
+
+    @property
+    def weights_sha256(self) -> str:
+        """The hash of all parameters: the same for any devices."""
+        weights = self.weights()
+        return sha256_of([weights[name] for name, _ in self._source.named_parameters()])
+
+    def save(self, path: str | Path) -> Path:
+        """Writes all that `load` needs to continue to one file, once the replicas were found equal."""
+        if self._held:
+            raise ConfigError(
+                "There are gradients that no update has used, and they are not saved. Call update() first."
+            )
+        path = Path(path)
+        with self._working():
+            self._compare()
+            checkpoint = self._checkpoint()
+            if 0 in self._engine.local_ranks:
+                try:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    content = checkpoint.packed()
+                    write_whole(path, lambda temporary: temporary.write_bytes(content))
+                except OSError as problem:
+                    raise RunError(f"{path} cannot be written: {problem.strerror}. {what_to_do(problem)}.") from problem
+            self._engine.all_gather([0 for _ in self._engine.local_ranks])  # it is there when anybody goes on
+        return path
+
+    def close(self) -> None:
+        """Ends the devices' threads. Twice does no harm."""
+        self._is_closed = True
+        self._undo.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """PyTorch's settings for a call: outside, they are the user's."""
+        if self._is_closed:
+            raise ConfigError("The trainer is closed. Make another one.")
+        engine = self._engine
+        with engine.backend.session([engine.devices[rank] for rank in engine.local_ranks]):
+            if self._config.precision == "tf32":
+                use_tf32()
+            yield
+
+    def _compare_if_due(self) -> None:
+        every = self._config.check_every
+        if every and self._progress.step % every == 0:
+            self._compare()
+
+    def _compare(self) -> None:
+        self._healing.compare(self._replicas, self._progress.step, lambda: None)
+
+    def _checkpoint(self) -> Checkpoint:
+        software = made_with(self._engine.backend.version(), self._engine.devices)
+        weights, states = self._replicas.weights(), self._replicas.states()
+        return Checkpoint(self._identity(), software, self._progress, weights, states)
+
+    def _identity(self) -> dict[str, Any]:
+        names = {each.name for each in settings_in(IDENTITY)} - set(NOT_HERE)
+        return {name: getattr(self._config, name) for name in sorted(names)}
+
+
+def _settings(given: dict[str, Any]) -> tuple[RunConfig, UserObjects]:
+    for name in given:
+        if name in NOT_HERE:
+            raise ConfigError(f"A Trainer has no {name}: batches and epochs are those of your loop. Leave it out.")
+    return settings_of({name: value for name, value in given.items() if value is not None})
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, str) and value.endswith(" given in Python")
