@@ -129,6 +129,12 @@ class RunConfig:
     )
     keep_checkpoints: int = setting(3, "Checkpoints to keep: the newest ones.", limits={">=": 1})
     check_every: int = setting(100, "Steps between comparisons of the replicas; 0: never.", AGREED, limits={">=": 0})
+    verify_every: int = setting(
+        200,
+        "Steps between verifications: every shard is computed once more, by another device, and compared. 0: never.",
+        AGREED,
+        limits={">=": 0},
+    )
     heal: bool = setting(False, "When replicas differ, go back to where they were equal, instead of stopping.", AGREED)
     timeout: float = setting(60.0, "Seconds that ranks wait for a straggler.", limits={">": 0, "<": 7 * 24 * 3600})
     on_hang: str = setting("stop", "What to do after the timeout.", choices=ON_HANG)

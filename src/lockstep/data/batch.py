@@ -29,6 +29,7 @@ class Batch:
     num_samples: int
     fetch: Fetch
     static: Callable[[int], StaticBatch] | None = None  # for a rank
+    check: Callable[[int, int], None] | None = None  # loads samples (start, stop) again, and refuses others
 
 
 class BatchSource(Protocol):

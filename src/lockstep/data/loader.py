@@ -25,7 +25,7 @@ from lockstep.core.source_lines import user_source_line
 from lockstep.data.batch import Batch, DeviceMemory, Split, StaticBatch
 from lockstep.data.dataset import FORMS, leaves_of, map_leaves
 from lockstep.data.seeded import seeded
-from lockstep.data.static_input import LoadShard, StaticInput
+from lockstep.data.static_input import LoadShard, StaticInput, static_batch
 from lockstep.partition.ranks import split_over_ranks
 
 PREFETCH = 4  # shards that a worker loads ahead
@@ -125,7 +125,9 @@ class Loader:
         for part, ranges in zip(parts, own, strict=True):
             shards = {shard.start: self._next(loaded) for shard in ranges}
             load = partial(self._load, ShardRequest(epoch, part), shards)
-            yield Batch(len(part), partial(self._fetch, load), partial(self._static_batch, len(part), load))
+            static = partial(self._static_batch, len(part), load)
+            check = partial(self._check_again, ShardRequest(epoch, part), load)
+            yield Batch(len(part), partial(self._fetch, load), static, check)
 
     def _load(self, batch: ShardRequest, shards: dict[int, Any], start: int, stop: int) -> Any:
         """The samples of a shard, in the CPU's memory."""
@@ -134,15 +136,25 @@ class Loader:
             shards[start] = self._checked(self._shards[request])
         return shards[start]
 
+    def _check_again(self, batch: ShardRequest, load: LoadShard, start: int, stop: int) -> None:
+        """Loads samples once more, in this process and backwards, and compares them with what the model gets."""
+        again = self._checked(self._shards[ShardRequest(batch.epoch, batch.samples[start:stop][::-1])])
+        for one, other in zip(leaves_of(load(start, stop)), leaves_of(again), strict=True):
+            if not isinstance(one, torch.Tensor) or not one.ndim or len(one) != stop - start:
+                continue
+            differs = [not torch.equal(a, b) for a, b in zip(one, torch.as_tensor(other).flip(0), strict=True)]
+            if any(differs):
+                sample = batch.samples[start + differs.index(True)]
+                raise RunError(
+                    f"Sample {sample} of the {self._what} data is another each time it is loaded: the data set draws "
+                    f"from a generator of its own, or keeps a state. Draw from random, numpy.random or torch, which "
+                    f"are keyed by (seed, epoch, sample)."
+                )
+
     def _static_batch(self, size: int, load: LoadShard, rank: int) -> StaticBatch:
         if (rank, size) not in self._static:
             self._static[rank, size] = StaticInput(torch_device(self._memory.devices[rank]))
-        static = self._static[rank, size]
-        return StaticBatch(
-            fill=lambda: static.fill(static.stage(load)),
-            gather=lambda: None,
-            fetch=lambda _, start, stop: static.fetch(load, start, stop),
-        )
+        return static_batch(self._static[rank, size], load)
 
     def _fetch(self, load: LoadShard, rank: int, start: int, stop: int) -> tuple[Any, Any]:
         device = torch_device(self._memory.devices[rank])

@@ -11,11 +11,21 @@ import torch
 from torch import Tensor
 
 from lockstep.core.errors import CaptureError
+from lockstep.data.batch import StaticBatch
 from lockstep.data.dataset import leaves_of, map_leaves
 
 NUM_STAGES = 2
 
 LoadShard = Callable[[int, int], Any]  # (start, stop) -> the samples of a shard, in the CPU's memory
+
+
+def static_batch(static: "StaticInput", load: LoadShard) -> StaticBatch:
+    """A batch whose shards `load` gives, in the memory of `static`."""
+    return StaticBatch(
+        fill=lambda: static.fill(static.stage(load)),
+        gather=lambda: None,
+        fetch=lambda _, start, stop: static.fetch(load, start, stop),
+    )
 
 
 class Stage:

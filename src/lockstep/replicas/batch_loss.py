@@ -41,7 +41,8 @@ class BatchLoss:
         outputs, updates = [], []
         for shard in shards:
             own.buffers.start_shard()
-            outputs.append(self._losses.output(own, shard))
+            with own.buffers.stats.saved_as_copies():  # the next shard writes to them, before this one's backward pass
+                outputs.append(self._losses.output(own, shard))
             updates.append(own.buffers.updates())
         counts = [int(count) for count in all_gather("sizes", [torch.tensor(shard.num_samples) for shard in shards])]
         joined, leaves, is_per_sample = _joined(outputs, counts, all_gather, "the model's output")

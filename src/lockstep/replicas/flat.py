@@ -1,5 +1,6 @@
 """A replica of a model that is a function of one flat vector: LeNet in any framework, and the text's functions."""
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -7,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.backends import Backend, LossSum, Tensor
+from lockstep.backends import Backend, LossSum, Tensor, flat
 from lockstep.core.layout import Array, Layout, sha256_of
 from lockstep.models import CrossEntropySum, Forward
 from lockstep.optim.lr_schedule import LRSchedule
@@ -90,6 +91,26 @@ class FlatReplica(Capturable):
 
     def fingerprints(self) -> dict[str, str]:
         return {name: sha256_of([array]) for name, array in self.arrays().items()}
+
+    def undo_step(self) -> None:
+        """Shards change no state."""
+
+    def digest(self, leaf: Leaf) -> dict[str, Any]:
+        backend, layout = self._spec.backend, self._spec.layout
+        pieces = layout.unflatten(backend.to_numpy(flat(leaf.gradient)))
+        named = {f"the gradient of {name}": piece for name, piece in zip(layout.names, pieces, strict=True)}
+        found: dict[str, Any] = {name: zlib.crc32(piece.tobytes()) for name, piece in named.items()}
+        return {**found, "the loss": float(leaf.loss).hex()}
+
+    def kept_state(self) -> dict[str, str]:
+        return {}
+
+    def changed_state(self, before: dict[str, str]) -> list[str]:
+        return []
+
+    def kept_total(self, total: Tensor) -> Tensor:
+        backend = self._spec.backend
+        return backend.from_numpy(backend.to_numpy(total).copy(), backend.device_of(total))
 
     def state_dict(self) -> Any:
         return {"optimizer": [self._spec.backend.to_numpy(vector).copy() for vector in self._state]}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.backends import Pieces
+from lockstep.backends import Pieces, flat
 from lockstep.backends.torch import plain_errors, torch_device
 from lockstep.backends.torch_session import start_thread, use_tf32
 from lockstep.core.device import Device
@@ -22,6 +22,7 @@ from lockstep.optim.torch_on_gpu import GpuOptimizer
 from lockstep.replicas import module_state
 from lockstep.replicas.batch_loss import BatchLoss
 from lockstep.replicas.gradients import Gradients
+from lockstep.replicas.hidden_state import changed, state_of
 from lockstep.replicas.optimizer_state import optimizer_state, restore_optimizer
 from lockstep.replicas.replica import AllGatherTensors, BatchSummary, Leaf, Shard
 from lockstep.replicas.shard_loss import ShardLoss
@@ -97,8 +98,10 @@ class ModuleReplica:
         if self._batch_loss is not None:
             with plain_errors(self._device.type), self._gradients.watch_originals():
                 found = self._batch_loss.forward_backward(self._own, shards, all_gather)
-            flat = self._gradients.flat
-            return [self._leaf_with(r.loss, r.gradients, flat(r.gradients), self._own, r.buffers) for r in found]
+            return [
+                self._leaf_with(r.loss, r.gradients, self._gradients.flat(r.gradients), self._own, r.buffers)
+                for r in found
+            ]
         if self._sync is None:
             return [self._leaf_of(shard) for shard in shards]
         with plain_errors(self._device.type), self._gradients.watch_originals():
@@ -245,6 +248,27 @@ class ModuleReplica:
         tensors = module_state.saved_tensors(self.module)
         sums = torch.stack([module_state.checksum(tensor) for tensor in tensors.values()])  # on the device
         return dict(zip(tensors, map(str, sums.tolist()), strict=True))
+
+    def undo_step(self) -> None:
+        self._undo_unfinished_step()
+
+    def digest(self, leaf: Leaf) -> dict[str, Any]:
+        pieces = flat(leaf.gradient).split(self._layout.pieces)[::2]
+        named = {f"the gradient of {n}": piece for n, piece in zip(self._layout.names, pieces, strict=True)}
+        named |= {"the loss": leaf.loss}
+        named |= {f"the buffer {n}" if n else "a norm layer's statistics": b for n, b in (leaf.buffers or {}).items()}
+        sums = torch.stack([module_state.checksum(tensor) for tensor in named.values()])
+        return dict(zip(named, sums.tolist(), strict=True))
+
+    def kept_state(self) -> dict[str, str]:
+        owners = {"the model's": self.module, "the loss's": self._losses.function}
+        return {f"{owner} {path}": text for owner, kept in owners.items() for path, text in state_of(kept).items()}
+
+    def changed_state(self, before: dict[str, str]) -> list[str]:
+        return changed(before, self.kept_state())
+
+    def kept_total(self, total: Tensor) -> Tensor:
+        return total.clone()
 
     def state_dict(self) -> Any:
         self._undo_unfinished_step()

@@ -78,6 +78,21 @@ class Replica(Protocol):
     def fingerprints(self) -> dict[str, str]:
         """A hash of each of these arrays, to compare replicas by."""
 
+    def undo_step(self) -> None:
+        """The step that has begun will not be updated: buffers are as they were before."""
+
+    def digest(self, leaf: Leaf) -> dict[str, Any]:
+        """A checksum of the leaf's gradient for each parameter, of its loss, and of each buffer that it changed."""
+
+    def kept_state(self) -> dict[str, str]:
+        """What the model and the loss keep besides parameters and buffers."""
+
+    def changed_state(self, before: dict[str, str]) -> list[str]:
+        """The names of what has changed of that since."""
+
+    def kept_total(self, total: Tensor) -> Tensor:
+        """A copy of the sum of all gradients, for an update that comes later."""
+
     def state_dict(self) -> Any:
         """What else a new replica needs to continue, as plain values and arrays: the optimizer's state."""
 

@@ -5,6 +5,7 @@ from zero, it ends with m x; the merge then goes through the shards in their ord
 All layers' statistics are in one vector, so this takes a few operations a shard, however many layers there are.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -91,6 +92,17 @@ class RunningStats:
         if self.norms:
             self._values.copy_(self._start)
             self._counts.copy_(self._start_counts)
+
+    def saved_as_copies(self) -> AbstractContextManager[Any]:
+        """Within it, the backward pass gets copies of the statistics: they may be written to before it."""
+        if not self.norms:
+            return nullcontext()
+        memory = self._values.untyped_storage().data_ptr()
+
+        def saved(tensor: Tensor) -> Tensor:
+            return tensor.clone() if tensor.untyped_storage().data_ptr() == memory else tensor
+
+        return torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor)
 
     def update(self) -> Tensor:
         """The statistics of the shard that was just computed, and how often each layer was called: one vector."""

@@ -94,7 +94,8 @@ class CapturedSteps:
         return self._eager.run(step, batch)
 
     def _replay(self, step: int, batch: Batch) -> LossFuture:
-        assert batch.static is not None, "samples in memory have it"
+        if batch.static is None:
+            raise CaptureError("a batch holds more than tensors")
         with self._capture.stream():
             batch.static(0).fill()
             with_update = all(replica.update_is_static(step) for replica in self._replicas)

@@ -21,6 +21,7 @@ from lockstep.runtime.cuda_graph import captured_or_eager_steps
 from lockstep.runtime.engine import Engine
 from lockstep.runtime.inprocess import InProcess
 from lockstep.runtime.step import EagerSteps, StepOptions, Steps
+from lockstep.runtime.verification import VerifiedSteps
 from lockstep.schedules.exchanges import NATIVE
 from lockstep.training.flat_task import flat_task
 from lockstep.training.task import Task, UserObjects
@@ -132,6 +133,9 @@ def make_steps(config: RunConfig, engine: Engine, replicas: Sequence[Replica], b
     """The steps of a run: captured as CUDA graphs where possible, else eager."""
     together = config.batch_norm == "sync" or config.loss_over == "batch"
     options = StepOptions(config.num_shards, config.exchange, bucket_mb(config, engine), together)
-    if not config.capture or config.trace:
-        return EagerSteps(engine, replicas, options, balance)
-    return captured_or_eager_steps(engine, replicas, options, balance)
+    steps: Steps = EagerSteps(engine, replicas, options, balance)
+    if config.capture and not config.trace:
+        steps = captured_or_eager_steps(engine, replicas, options, balance)
+    if not config.verify_every or config.trace:
+        return steps
+    return VerifiedSteps(steps, engine, replicas, options, balance, config.verify_every)

@@ -16,7 +16,7 @@ from lockstep.core.layout import Array, sha256_of
 from lockstep.core.serialization import CorruptData
 from lockstep.core.settings import IDENTITY
 from lockstep.data.batch import Batch
-from lockstep.data.given_batch import given_batch
+from lockstep.data.given_batch import GivenBatches
 from lockstep.optim.lr_schedule import LRSchedule
 from lockstep.partition.balance import balance_for
 from lockstep.replicas.module import ModuleReplica
@@ -129,6 +129,7 @@ class Trainer:
             self._engine = self._undo.enter_context(trainer_engine(config))
             lr_schedule = LRSchedule("constant", config.warmup)
             spec = train_spec(config, self._engine.devices, self._source, objects, lr_schedule, EverySize())
+            self._batches = GivenBatches(self._engine)
             self._initial = arrays_of(self._source)
             self._progress, weights, state = Progress(), self._initial, None
             if saved is not None:
@@ -157,7 +158,7 @@ class Trainer:
         if self._held:
             raise ConfigError("There are gradients that no update has used. Call update() or drop_gradients() first.")
         with self._working():
-            found, progress = given_batch(batch, self._engine), self._progress
+            found, progress = self._batches.batch(batch), self._progress
             future = self._steps.run(progress.passes + 1, found)
             progress.step, progress.passes = progress.step + 1, progress.passes + 1
             result = StepResult(progress.step, found, future)
@@ -172,7 +173,7 @@ class Trainer:
         Called again before `update`, batches are accumulated: the gradient is the mean over the samples of all.
         """
         with self._working():
-            config, found, progress = self._config, given_batch(batch, self._engine), self._progress
+            config, found, progress = self._config, self._batches.batch(batch), self._progress
             replicas: list[Any] = self._replicas.local
             if not self._held:
                 self._held = [HeldGradients(replica) for replica in replicas]
@@ -214,7 +215,7 @@ class Trainer:
         if not isinstance(batches, Iterable):
             raise ConfigError(f"evaluate got a {type(data).__name__}. Give batches: a DataLoader, or (inputs, target).")
         with self._working():
-            given = (given_batch(batch, self._engine) for batch in batches)
+            given = (self._batches.batch(batch) for batch in batches)
             found = evaluate_batches(self._replicas, given, EVAL_BATCH_SIZE)
         if not found:
             raise ConfigError("There is nothing to evaluate: no batch, or no metric.")
