@@ -53,6 +53,8 @@ OUT_OF_RANGE = [
     ("weight_decay", math.inf, "weight decay must be at least 0, got inf (--weight-decay)."),
     ("warmup", -1, "warmup must be at least 0, got -1 (--warmup)."),
     ("clip_norm", 0, "clip norm must be more than 0, got 0.0 (--clip-norm)."),
+    ("ema", 1, "ema must be at least 0 and less than 1, got 1.0 (--ema)."),
+    ("verify_every", -1, "verify every must be at least 0, got -1 (--verify-every)."),
     ("num_shards", 0, "shards must be at least 1 and at most 4096, got 0 (--shards)."),
     ("num_shards", 4097, "shards must be at least 1 and at most 4096, got 4097 (--shards)."),
     ("seed", -1, "seed must be at least 0 and at most 4294967295, got -1 (--seed)."),
@@ -272,7 +274,8 @@ def test_python_has_every_setting_with_its_default():
 OTHER = {
     "devices": 3, "batch_size": 64, "learning_rate": 0.1, "num_epochs": 3, "model": "mlp", "data": "fashion-mnist-mini",
     "data_dir": "elsewhere", "loss": "mse", "optimizer": "adam", "momentum": 0.5, "weight_decay": 0.1,
-    "schedule": "cosine", "warmup": 5, "clip_norm": 1.0, "batch_norm": "sync", "precision": "tf32", "num_shards": 4,
+    "schedule": "cosine", "warmup": 5, "clip_norm": 1.0, "loss_over": "batch", "ema": 0.5, "verify_every": 3,
+    "batch_norm": "sync", "precision": "tf32", "num_shards": 4,
     "seed": 1, "backend": "numpy", "engine": "processes", "exchange": "tree", "bucket_mb": 1.0, "balance": "measured",
     "compile": True, "capture": False, "trace": True, "workers": 1, "out": "runs/other", "checkpoint_every": 7,
     "keep_checkpoints": 1, "check_every": 7, "heal": True, "timeout": 5.0, "on_hang": "drop", "max_restarts": 0,
@@ -296,6 +299,6 @@ def test_a_run_resumes_with_other_settings_unless_they_are_part_of_its_identity(
 
 def test_the_settings_that_decide_the_bits_are_these():
     assert [each.name for each in settings_in(IDENTITY)] == [
-        "batch_size", "learning_rate", "model", "data", "loss", "optimizer", "momentum", "weight_decay", "schedule",
-        "warmup", "clip_norm", "batch_norm", "precision", "num_shards", "seed", "backend", "compile",
+        "batch_size", "learning_rate", "model", "data", "loss", "loss_over", "optimizer", "momentum", "weight_decay",
+        "schedule", "warmup", "clip_norm", "ema", "batch_norm", "precision", "num_shards", "seed", "backend", "compile",
     ]  # fmt: skip

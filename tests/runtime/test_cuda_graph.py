@@ -108,6 +108,8 @@ class FakeCapture:
         found = numbers.tolist()
 
         class Later:
+            weights = None
+
             @staticmethod
             def result():
                 return found

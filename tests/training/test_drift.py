@@ -12,7 +12,7 @@ import lockstep
 from lockstep.core.errors import LockstepError
 from lockstep.replicas.module_state import checksum
 
-HOW = {"batch_size": 10, "shards": 5, "epochs": 3, "quiet": True}
+HOW = {"batch_size": 10, "shards": 5, "epochs": 3, "quiet": True, "verify_every": 0}
 
 
 @pytest.fixture
@@ -170,3 +170,10 @@ def test_a_checksum_sees_every_bit(dtype):
             assert changed != checksum(tensor)
     assert checksum(tensor[::2]) == checksum(tensor[::2].clone())
     assert checksum(torch.zeros(())) == 0
+
+
+def test_a_drifted_replica_that_verification_finds_first_is_healed(vectors, tmp_path):
+    how = {"model": model(), "data": vectors, "devices": 3, "check_every": 1000, "heal": True, **HOW}
+    healed = lockstep.train(optimizer=failing_device(tmp_path), **how | {"verify_every": 6})
+    healthy = lockstep.train(optimizer=failing_device(tmp_path), **how)  # it flips once only
+    assert healed.weights_sha256 == healthy.weights_sha256

@@ -59,7 +59,7 @@ def test_the_reported_time_of_an_epoch_is_that_of_its_steps(few, monkeypatch):
 
         def run(self, step, batch):
             clock[0] += 0.5 if step == 1 else 0.088
-            return Resolved([1.0])
+            return Resolved([1.0], None)
 
     monkeypatch.setattr(loop, "make_steps", lambda *arguments: Steps())
     monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: clock[0]))

@@ -227,7 +227,7 @@ def test_verified_steps_have_the_bits_of_others(how):
 
 def test_verification_of_a_stateful_loss_over_the_batch():
     loss = Annealed()
-    with pytest.raises(LockstepError, match="the loss's loss.calls"):
+    with pytest.raises(LockstepError, match=r"the loss's loss\.calls"):
         lockstep.train(model=Net(), devices=2, over="batch", loss=lambda o, y: loss(o, y).mean(), **HOW)
 
 

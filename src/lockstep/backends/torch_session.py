@@ -4,8 +4,9 @@ import os
 import random
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from lockstep.core.device import Device
 # Held while the process's random number generators are replaced, and meanwhile code may be compiled, for which PyTorch
 # saves and restores them: the threads of all ranks have the same.
 DEFAULT_GENERATORS = threading.RLock()
+LOCAL = threading.local()  # `keyed`: the random numbers of the shard that this thread computes, if it does
 
 
 @contextmanager
@@ -27,6 +29,8 @@ def deterministic_session(devices: list[Device]) -> Iterator[None]:
         undo.enter_context(one_at_a_time("PyTorch"))
         undo.callback(torch.set_num_threads, torch.get_num_threads())
         undo.callback(torch.set_rng_state, torch.get_rng_state())  # the caller's
+        _set(undo, torch, "get_rng_state", partial(_get_rng_state, torch.get_rng_state))
+        _set(undo, torch, "set_rng_state", partial(_set_rng_state, torch.set_rng_state))
         undo.callback(random.setstate, random.getstate())  # PyTorch draws from it on lazy imports
         one_intra_op_thread()  # the calling thread too: its setting is that of the matrix products of all threads
         undo.enter_context(freed_memory_kept())
@@ -65,6 +69,18 @@ def deterministic_session(devices: list[Device]) -> Iterator[None]:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.cuda.synchronize(number)  # the caller's tensors may still be computed on another stream
         yield
+
+
+def _get_rng_state(original: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Activation checkpointing asks for it in the forward pass: a shard has numbers of its own."""
+    keyed = getattr(LOCAL, "keyed", None)
+    return original() if keyed is None else keyed.get_host_state()
+
+
+def _set_rng_state(original: Callable[[torch.Tensor], None], state: torch.Tensor) -> None:
+    """And puts it back when it computes the same again in the backward pass."""
+    keyed = getattr(LOCAL, "keyed", None)
+    return original(state) if keyed is None else keyed.set_host_state(state)
 
 
 def one_intra_op_thread() -> None:

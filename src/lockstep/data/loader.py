@@ -8,7 +8,7 @@ import os
 import signal
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from lockstep.data.seeded import seeded
 from lockstep.data.static_input import LoadShard, StaticInput, static_batch
 from lockstep.partition.ranks import split_over_ranks
 
+Collate = Callable[[list[Any]], Any]
 PREFETCH = 4  # shards that a worker loads ahead
 
 
@@ -60,15 +61,14 @@ def check_map_style(data: Any, what: str) -> None:
         raise DataError(f"The {what} data is empty: its length is {len(data)}. Give one sample at least.")
 
 
-def check_keyed(data: Any, what: str, seed: int) -> None:
+def check_keyed(shards: "ShardDataset", what: str) -> None:
     """Refuses a dataset with a random number generator of its own: samples would depend on who loads them."""
     twice = []
     for _ in range(2):
-        with seeded(seed, 0, 0, AUGMENTATION):
-            try:
-                twice.append(leaves_of(default_collate([tuple(data[0])])))
-            except Exception:  # the run reports it, with the sample and the user's line
-                return
+        shard = shards[ShardRequest(0, [0])]
+        if isinstance(shard, LoadFailure):  # the run reports it
+            return
+        twice.append(leaves_of(shard))
     if not all(torch.equal(one, other) for one, other in zip(*twice, strict=True) if isinstance(one, torch.Tensor)):
         raise DataError(
             f"Sample 0 of the {what} data is another each time: it draws from a generator of its own. Draw from "
@@ -88,10 +88,9 @@ class Loader:
 
     in_memory = False
 
-    def __init__(self, memory: DeviceMemory, data: Any, what: str, seed: int, num_workers: int) -> None:
-        self._memory, self._what = memory, what
-        self.num_samples = len(data)
-        self._shards = ShardDataset(data, seed)
+    def __init__(self, memory: DeviceMemory, shards: "ShardDataset", what: str, num_workers: int) -> None:
+        self._memory, self._what, self._shards = memory, what, shards
+        self.num_samples = shards.num_samples
         self._requests: list[ShardRequest] = []  # of an epoch, in the order in which they are needed
         self._static: dict[tuple[int, int], StaticInput] = {}  # rank, size of the batch ->
         self._loader = DataLoader(
@@ -159,11 +158,16 @@ class Loader:
     def _fetch(self, load: LoadShard, rank: int, start: int, stop: int) -> tuple[Any, Any]:
         device = torch_device(self._memory.devices[rank])
 
-        def put(tensor: torch.Tensor) -> torch.Tensor:
+        def put(tensor: Any) -> Any:
+            if not isinstance(tensor, torch.Tensor):
+                return tensor  # like a string: carried along
             dtype = torch.float32 if tensor.dtype == torch.float64 else tensor.dtype  # as with arrays
             return tensor[: stop - start].to(device, dtype, copy=True)
 
-        X, y = map_leaves(load(start, stop), put)
+        loaded = load(start, stop)
+        if isinstance(loaded, dict):
+            return (X := map_leaves(loaded, put)), X
+        X, y = map_leaves(loaded, put)
         return X, y
 
     def _own(self, shards: list[range]) -> list[range]:
@@ -202,29 +206,50 @@ def _start_worker(parent: int, worker: int) -> None:
 class ShardDataset:
     """A dataset of shards, as `DataLoader` sees it."""
 
-    def __init__(self, data: Any, seed: int) -> None:
-        self._data, self._seed = data, seed
+    def __init__(self, data: Any, seed: int, collate_fn: Collate | None = None) -> None:
+        self._data, self._seed, self._collate = data, seed, collate_fn or default_collate
+        self.num_samples = len(data)
 
     def __getitem__(self, request: ShardRequest) -> Any:
         samples = []
         for number in request.samples:
             with seeded(self._seed, request.epoch, number, AUGMENTATION):
                 try:
-                    samples.append(self._pair(number))
+                    samples.append(_inputs_and_target(self._data[number], self._collate is default_collate))
                 except Exception as problem:
                     return LoadFailure(number, _sentence(problem), user_source_line(problem))
         try:
-            return default_collate(samples)
+            return _plain(self._collate(samples))
         except Exception as problem:
             shapes = sorted({str([tuple(np.shape(leaf)) for leaf in leaves_of(sample)]) for sample in samples})
             reason = f"shapes {' and '.join(shapes[:2])}" if len(shapes) > 1 else _sentence(problem)
             return LoadFailure(request.samples[0], f"it cannot be stacked with others in a shard: {reason}", "")
 
-    def _pair(self, number: int) -> Any:
-        sample = self._data[number]
-        if not isinstance(sample, (tuple, list)) or len(sample) != 2:
-            raise TypeError(f"it is a {type(sample).__name__}, and must be a pair: the model's input, and the target")
-        return tuple(sample)
+
+def _inputs_and_target(sample: Any, is_checked: bool) -> Any:
+    """A sample as a dict, or as a pair; what a user's collate_fn gets is left as it is."""
+    if not is_checked:
+        return sample
+    if isinstance(sample, Mapping):
+        return {name: _tensor(part) for name, part in sample.items()}
+    if not isinstance(sample, (tuple, list)) or len(sample) < 2:
+        kind = type(sample).__name__
+        raise TypeError(f"it is a {kind}, and must be a pair (the model's input, the target), more inputs, or a dict")
+    return tuple(sample) if len(sample) == 2 else (tuple(sample[:-1]), sample[-1])
+
+
+def _tensor(part: Any) -> Any:
+    """A list of numbers as a tensor: they belong to one sample."""
+    return torch.as_tensor(part) if isinstance(part, list) and part and not isinstance(part[0], str) else part
+
+
+def _plain(shard: Any) -> Any:
+    """What a collate_fn made of a shard: a dict, or a pair."""
+    if isinstance(shard, Mapping):
+        return dict(shard)
+    if not isinstance(shard, (tuple, list)) or len(shard) < 2:
+        raise TypeError(f"collate_fn returned a {type(shard).__name__}, and must return a dict or (inputs, target)")
+    return tuple(shard) if len(shard) == 2 else (tuple(shard[:-1]), shard[-1])
 
 
 def _sentence(problem: BaseException) -> str:

@@ -50,8 +50,8 @@ class StaticInput:
         """The static tensors of a shard; they are allocated at the first use, and filled from then on."""
         if (start, stop) not in self._static:
             self._static[start, stop] = map_leaves(load(start, stop), self._put)
-        X, y = self._static[start, stop]
-        return X, y
+        static = self._static[start, stop]
+        return (static, static) if isinstance(static, dict) else static
 
     def stage(self, load: LoadShard) -> Stage:
         """Starts to copy the shards that are in use to the GPU."""

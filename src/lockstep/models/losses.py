@@ -63,6 +63,7 @@ def accuracy(scores: Any, y: Tensor) -> Tensor:
     return _over_positions((first(scores).argmax(dim=1) == labels).double(), _counts(labels))
 
 
+MODEL = "model"  # the name of the loss that a model computes itself
 LOSSES: dict[str, PerSample] = {"cross_entropy": cross_entropy, "mse": mse, "l1": l1, "bce": bce}
 METRICS: dict[str, PerSample] = {"accuracy": accuracy, **LOSSES}
 

@@ -14,7 +14,7 @@ from lockstep.backends.torch_gradient_vector import GradientVector
 from lockstep.backends.torch_kernels import can_compile_kernels
 from lockstep.core.errors import CaptureError, RunError
 from lockstep.core.layout import Layout
-from lockstep.replicas.keyed_random import NoDraws
+from lockstep.replicas.keyed_random import KeyedRandom, NoDraws
 from lockstep.replicas.memory_format import flat_in_memory_order, shaped_like
 
 
@@ -22,8 +22,14 @@ class Gradients:
     """Gradients of the trained parameters. The first shard must not depend on `originals`, the user's own module's."""
 
     def __init__(
-        self, trained: list[tuple[str, Tensor]], layout: Layout, originals: list[Tensor], device: torch.device
+        self,
+        trained: list[tuple[str, Tensor]],
+        layout: Layout,
+        originals: list[Tensor],
+        device: torch.device,
+        random: KeyedRandom | None = None,
     ) -> None:
+        self._random = random  # of the shards
         self._names, self._params = [name for name, _ in trained], [param for _, param in trained]
         self._layout, self._originals, self._device = layout, originals, device
         self._vector: GradientVector | None = None  # of the shard in the backward pass, where the exchange overlaps it
@@ -37,7 +43,7 @@ class Gradients:
         self._vector = None if on_ready is None else self._vector_to_fill(on_ready)
         # from its edge: `NoDraws` would intercept a call with a tensor, and all that it calls
         edge, one = get_gradient_edge(loss), torch.ones_like(loss)
-        with self.watch_originals(), NoDraws():
+        with self.watch_originals(), NoDraws(self._random):
             torch.autograd.backward(edge, one)
         gradients = [param.grad for param in self._params]
         self.clear()

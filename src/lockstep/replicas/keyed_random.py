@@ -18,7 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.backends.torch_session import DEFAULT_GENERATORS
+from lockstep.backends.torch_session import DEFAULT_GENERATORS, LOCAL
 from lockstep.core.errors import RunError
 
 SEEDED = torch.Tag.nondeterministic_seeded  # the tag of an operation that draws
@@ -59,6 +59,8 @@ class KeyedRandom(TorchDispatchMode):
         self.generator = torch.Generator(device)
         self._on_cpu = self.generator if device.type == "cpu" else torch.Generator()
         self._own: list[torch.Generator] = []  # made and seeded by the model itself since the start
+        self._outer: KeyedRandom | None = None  # the one that this one replaces while it is entered
+        self.is_restored = False  # activation checkpointing has put it back to where it was in the forward pass
         self.has_drawn = False  # ever
         self.has_drawn_on_host = False  # for a model on a GPU: a captured step would replay what the host decided
 
@@ -71,8 +73,16 @@ class KeyedRandom(TorchDispatchMode):
         self.generator.manual_seed(seed)
         if self._on_cpu is not self.generator:
             self._on_cpu.manual_seed(seed)
-        self._own = []
+        self._own, self.is_restored = [], False
         return self
+
+    def __enter__(self) -> Any:
+        LOCAL.keyed, self._outer = self, getattr(LOCAL, "keyed", None)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        LOCAL.keyed = self._outer
+        super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -108,6 +118,15 @@ class KeyedRandom(TorchDispatchMode):
         if "generator" in (names := _arguments(keyed)):
             args = args[: names.index("generator")]  # the rest is generator=None
         return keyed(*args, **kwargs)
+
+    def get_host_state(self) -> torch.Tensor:
+        """The state of the numbers on the host, for activation checkpointing."""
+        return self._on_cpu.get_state()
+
+    def set_host_state(self, state: torch.Tensor) -> None:
+        """Puts them back."""
+        self._on_cpu.set_state(state)
+        self.is_restored = True
 
     @contextmanager
     def as_default(self, seed: int | None = None) -> Iterator[None]:
@@ -194,22 +213,47 @@ def _with_generator(func: Any) -> Any:
 
 
 class NoDraws(TorchFunctionMode):
-    """While it is entered, drawing is an error: for the backward pass, where recomputation would draw other numbers."""
+    """While it is entered, drawing is an error: for the backward pass, where recomputation would draw other numbers.
+
+    Activation checkpointing puts random numbers back to where they were in the forward pass: then it draws from
+    `random` again, where the shard's are known.
+    """
+
+    def __init__(self, random: KeyedRandom | None = None) -> None:
+        super().__init__()
+        self._random = random
+
+    def __enter__(self) -> Any:
+        LOCAL.keyed, self._outer = self._random, getattr(LOCAL, "keyed", None)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        LOCAL.keyed = self._outer
+        if self._random is not None:
+            self._random.is_restored = False
+        super().__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with _Refuse():
+        with _Refuse(self._random):
             return func(*args, **(kwargs or {}))
 
 
 class _Refuse(TorchDispatchMode):
+    def __init__(self, random: KeyedRandom | None) -> None:
+        super().__init__()
+        self._random = random
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if SEEDED in func.tags and _draws(func, _by_name(func, args, kwargs or {})):
+            if self._random is not None and self._random.is_restored:
+                return self._random.__torch_dispatch__(func, types, args, kwargs)
             raise RuntimeError(
-                f"{func} draws random numbers in the backward pass, which cannot be keyed: activation checkpointing "
-                f"would draw others than in the forward pass. Leave dropout out of checkpointed parts"
+                f"{func} draws random numbers in the backward pass, others than in the forward pass. In activation "
+                f"checkpointing, use use_reentrant=False and preserve_rng_state=True; on GPUs, leave dropout out of "
+                f"checkpointed parts"
             )
         return func(*args, **(kwargs or {}))

@@ -57,7 +57,7 @@ class ModuleReplica:
         self._own = ShardModule(self.module, names, self._device, spec.sync_batch_norm)
         self._buffers, self._random = self._own.buffers, self._own.random
         originals = [param for param in spec.module.parameters() if param.requires_grad]
-        self._gradients = Gradients(self._trained, self._layout, originals, self._device)
+        self._gradients = Gradients(self._trained, self._layout, originals, self._device, self._random)
         self._losses = ShardLoss(spec, self._device, self.module)
         self._batch_loss = BatchLoss(self._losses, spec.seed, self._params) if spec.loss_over_batch else None
         self._gpu_optimizer = GpuOptimizer(self._optimizer, self._device) if self._device.type == "cuda" else None

@@ -13,6 +13,7 @@ from lockstep.core.errors import RunError
 from lockstep.core.random import shard_seed
 from lockstep.data.dataset import map_leaves
 from lockstep.models.losses import LossSum, PerSample, summed
+from lockstep.models.model_loss import ModelLoss
 from lockstep.replicas import module_state
 from lockstep.replicas.compiled_blocks import compile_blocks, with_compiled_blocks
 from lockstep.replicas.keyed_random import KeyedRandom, no_draws_outside_of_pytorch, rng_state
@@ -105,6 +106,8 @@ class ShardLoss:
 
     def loss_of(self, module: nn.Module, shard: Shard) -> LossSum:
         """The summed loss of a shard, with random numbers as they come."""
+        if isinstance(self.function, ModelLoss):
+            self.function.find_weight(module, shard.X)
         output = self._output_of(module, shard)
         loss_of = self._compiled_loss if self._is_compiled(shard) else self.function
         with self.autocast():
@@ -133,7 +136,9 @@ class ShardLoss:
 
     def in_memory_format(self, X: Any) -> Any:
         """Images in the memory format of the run."""
-        return map_leaves(X, channels_last) if self._spec.channels_last else X
+        if not self._spec.channels_last:
+            return X
+        return map_leaves(X, lambda part: channels_last(part) if isinstance(part, Tensor) else part)
 
     def autocast(self) -> torch.autocast:
         """The run's precision."""

@@ -107,7 +107,11 @@ class InProcess:
             position.step = work.step
         ranks = zip(self._workers, self._interpreters, replicas, strict=True)
         futures = [w.submit(i.run, work, replica, self._start_exchange) for w, i, replica in ranks]
-        return StepResult.of_ranks(self._results(futures)[0])
+        try:
+            return StepResult.of_ranks(self._results(futures)[0])
+        except BaseException:
+            self._schedule = None  # those that waited for each other have given up: the next step starts anew
+            raise
 
     def use_captures(self, captures: list[Any]) -> None:
         self._captures, self._schedule = captures, None

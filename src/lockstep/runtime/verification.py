@@ -19,8 +19,13 @@ from lockstep.replicas.replica import AllGatherTensors, BatchSummary, Leaf, Repl
 from lockstep.runtime.engine import Engine
 from lockstep.runtime.step import StepOptions, Steps, train_step
 
-FIRST = 0, 1, 4  # steps after the first in which a few shards are computed again
+FIRST = 1, 2, 5  # steps after the first in which a few shards are computed again
+PHASE = "forward and backward"
 Digest = dict[str, Any]  # a checksum for each parameter, the loss and each buffer
+
+
+class Unverified(RunError):
+    """A shard did not give the same bits when it was computed again. The step has not happened."""
 
 
 class Difference(NamedTuple):
@@ -72,7 +77,7 @@ class VerifiedSteps:
         if self._first is None:
             self._first = step
         is_captured = self.max_in_flight > 0 and not self.why_eager  # Python code does not run in a replay
-        if step - self._first in FIRST and not (is_captured and step > self._first):
+        if step - self._first in ((0,) if is_captured else FIRST):
             self._rehearse(step, batch)
         if step % self._every or is_captured:
             return self._steps.run(step, batch)
@@ -90,7 +95,7 @@ class VerifiedSteps:
             numbers = [number % len(shards) for number in (rank, rank + 1, rank)]
             return [[number, self._digest(rank, replica, step, batch, number)] for number in numbers]
 
-        self._compare(step, batch, self._engine.all_gather(self._engine.each("verification", work, self._replicas)))
+        self._compare(step, batch, self._engine.all_gather(self._engine.each(PHASE, work, self._replicas)))
 
     def _verified(self, step: int, batch: Batch) -> LossFuture:
         """The whole step, each shard of which is computed by another rank too before the weights are updated."""
@@ -107,7 +112,7 @@ class VerifiedSteps:
             others = reversed(ranges[(rank + 1) % engine.num_ranks])
             return [*own.digests, *([n, self._digest(rank, own.replica, step, batch, n)] for n in others)]
 
-        self._compare(step, batch, engine.all_gather(engine.each("verification", work, observed)))
+        self._compare(step, batch, engine.all_gather(engine.each(PHASE, work, observed)))
         engine.each("update", lambda rank, device, own: own.update_now(), observed)
         return future
 
@@ -116,7 +121,7 @@ class VerifiedSteps:
         observed = [Observed(replica) for replica in self._replicas]
         for _ in range(2):
             train_step(self._engine, observed, self._options, self._balance, step, batch)
-            self._engine.each("verification", lambda rank, device, replica: replica.undo_step(), self._replicas)
+            self._engine.each(PHASE, lambda rank, device, replica: replica.undo_step(), self._replicas)
         return self._engine.all_gather([own.digests for own in observed])
 
     def _digest(self, rank: int, replica: Replica, step: int, batch: Batch, number: int) -> Digest:
@@ -140,7 +145,7 @@ class VerifiedSteps:
         number = next((n for n, found in sorted(by_shard.items()) if any(d != found[0][1] for _, d in found)), None)
         if number is None:
             return
-        wrong, found, each = number, by_shard[number], partial(self._engine.each, "verification")
+        wrong, found, each = number, by_shard[number], partial(self._engine.each, PHASE)
         states = each(lambda rank, device, replica: replica.kept_state(), self._replicas)
         if self._options.shards_together:
             self._observed_twice(step, batch)
@@ -158,12 +163,12 @@ class VerifiedSteps:
         said = f"{what}: first in {difference.what}, on {who}"
         if changed:
             names = " and ".join(list(dict.fromkeys(changed))[:3])
-            raise RunError(
+            raise Unverified(
                 f"{said}. The cause: while a shard is computed, {names} changes, and is kept for the next. The weights "
                 f"would depend on the number of devices. Keep no state there, or make it a buffer: register_buffer."
             )
         sure = "" if difference.is_certain else " (no majority agrees)"
-        raise RunError(
+        raise Unverified(
             f"{said}{sure}. Nothing that the model or the loss keeps was seen to change: look for a device or memory "
             f"that fails (silent data corruption), for code that treats devices differently, or for random numbers "
             f"that do not come from PyTorch."

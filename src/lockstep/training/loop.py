@@ -21,6 +21,7 @@ from lockstep.partition.batch import split_into_shards
 from lockstep.report.events import EpochDone, Event, Incident, RunDone, RunStarted, RunStopped, StepDone
 from lockstep.runtime.engine import Engine
 from lockstep.runtime.step import Steps
+from lockstep.runtime.verification import Unverified
 from lockstep.schedules.exchanges import KEEPS_THE_TREE
 from lockstep.training.checkpoint import Checkpoint, Checkpoints, Progress, how_to_resume, identity_of, made_with
 from lockstep.training.drift import Healing, Rollback
@@ -152,7 +153,13 @@ class Training:
         for batch in train_set.batches(order, config.batch_size, split, epoch):
             number = progress.step + len(in_flight) + 1
             step_began = time.perf_counter()
-            in_flight.append((batch.num_samples, self._steps.run(number, batch)))
+            try:
+                in_flight.append((batch.num_samples, self._steps.run(number, batch)))
+            except Unverified:
+                while in_flight:
+                    yield from self._finish_step(*in_flight.popleft(), began)
+                self._compare()  # a replica that has drifted computes something else: it is named, or healed
+                raise
             self._times.add(batch.num_samples, time.perf_counter() - step_began)
             compares, saves = (every and number % every == 0 for every in (config.check_every, config.checkpoint_every))
             is_stopping = self._start.is_stopping()

@@ -18,9 +18,10 @@ from lockstep.core.registry import pick
 from lockstep.data import Dataset
 from lockstep.data.arrays import dataset_of_arrays
 from lockstep.data.batch import BatchSource, DeviceMemory
-from lockstep.data.loader import Loader, as_arrays, check_keyed, check_map_style
+from lockstep.data.loader import Collate, Loader, ShardDataset, as_arrays, check_keyed, check_map_style
 from lockstep.data.resident import ResidentData
-from lockstep.models.losses import LOSSES, METRICS, PerSample
+from lockstep.models.losses import LOSSES, METRICS, MODEL, PerSample
+from lockstep.models.model_loss import ModelLoss
 from lockstep.optim.lr_schedule import LRSchedule
 from lockstep.optim.torch_optimizers import MakeOptimizer, OptimizerSettings, named_optimizer, user_optimizer
 from lockstep.partition.batch import split_into_shards
@@ -47,16 +48,22 @@ def module_task(config: RunConfig, devices: list[Device], model: Any, data: Any,
     spec = train_spec(config, devices, module, objects, lr_schedule, frozenset(map(len, shards)))
     check_smallest_shard(config, module, train, num_train)
     for what, part in (("training", train), ("test", test)):
-        if part is not None and not isinstance(part, tuple):
-            check_keyed(part, what, config.seed)
+        if part is None:
+            continue
+        if not isinstance(part, tuple):
+            check_keyed(ShardDataset(part, config.seed, objects.collate_fn), what)
+        elif objects.collate_fn is not None:
+            raise ConfigError("collate_fn puts samples of a data set together, and the data are arrays. Leave it out.")
 
     return Task(
         model=config.model if objects.model is None and not is_entry_point(config.model) else type(module).__name__,
         initial=arrays_of(module),
         parameters=[name for name, _ in module.named_parameters()],
         replica=lambda device, weights, state: CapturableModuleReplica(spec, device, weights, state),
-        train_set=lambda memory: batch_source(memory, train, "training", config),
-        test_set=None if test is None else lambda memory: batch_source(memory, test, "test", config),
+        train_set=lambda memory: batch_source(memory, train, "training", config, objects.collate_fn),
+        test_set=None
+        if test is None
+        else lambda memory: batch_source(memory, test, "test", config, objects.collate_fn),
         num_train=num_train,
         num_test=num_test,
         data_sha256=None if in_memory is None else in_memory.sha256,
@@ -82,7 +89,8 @@ def train_spec(
     if config.loss_over == "batch" and (config.compile or config.batch_norm == "sync"):
         other = "--compile" if config.compile else "--batch-norm sync"
         raise ConfigError(f"A loss over the batch (--over batch) does not go together with {other}. Leave one out.")
-    loss = _callable(config.loss if objects.loss is None else objects.loss, LOSSES, "loss")
+    wanted = config.loss if objects.loss is None else objects.loss
+    loss = ModelLoss() if wanted == MODEL else _callable(wanted, {**LOSSES, MODEL: ModelLoss}, "loss")
     spec = TrainSpec(
         module=module,
         loss=loss,
@@ -142,13 +150,15 @@ def length_of(part: Any) -> int:
     return Dataset("", *part).num_train if isinstance(part, tuple) else len(part)
 
 
-def batch_source(memory: DeviceMemory, part: Any, what: str, config: RunConfig) -> BatchSource:
+def batch_source(
+    memory: DeviceMemory, part: Any, what: str, config: RunConfig, collate_fn: Collate | None = None
+) -> BatchSource:
     """The batches of a part."""
     if isinstance(part, tuple):
         return ResidentData(memory, part[0], part[1])
     workers = min(4, cpu().num_cores) if config.workers is None else config.workers
     num_processes = memory.num_ranks // len(memory.local_ranks)
-    return Loader(memory, part, what, config.seed, -(-workers // num_processes))
+    return Loader(memory, ShardDataset(part, config.seed, collate_fn), what, -(-workers // num_processes))
 
 
 def metrics_of(metrics: Any, loss: PerSample) -> dict[str, PerSample]:

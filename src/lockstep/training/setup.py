@@ -106,7 +106,22 @@ def find_data(config: RunConfig, objects: UserObjects, progress: Progress) -> An
         data = call_user_function(function, "data")
     if data is None or isinstance(data, str):
         return load_dataset(data or name, config.data_dir, progress)
+    if isinstance(data, list) and len(data) > 2 and all(isinstance(sample, (tuple, dict)) for sample in data):
+        return Samples(data)
     return data if is_map_style(data) else dataset_of_arrays(data, name)
+
+
+class Samples:
+    """A list of samples as a map-style data set."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, number: int) -> Any:
+        return self._samples[number]
 
 
 def is_map_style(data: Any) -> bool:

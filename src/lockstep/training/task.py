@@ -23,6 +23,7 @@ class UserObjects:
     optimizer: Any = None
     scheduler: Any = None
     metrics: Any = None
+    collate_fn: Any = None
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ OBJECTS = {  # settings that may be an object instead of a name
     "loss": "a name, or a function of (output, y)",
     "optimizer": "a name, or a function of the parameters",
 }
-ONLY_OBJECTS = ("scheduler", "metrics")
+ONLY_OBJECTS = ("scheduler", "metrics", "collate_fn")
 
 
 def train(
@@ -40,11 +40,15 @@ def train(
     - `model`: a name, a module (left as it was; the trained one is `result.module`), or a function that makes one.
     - `data`: a name, `(X, y)`, `((X, y), (X_test, y_test))`, a map-style dataset, or a pair of such. Bytes reach the
       model as 0 to 1. X may be a tuple (the model's arguments) or a dict (its arguments by name).
-    - `loss`: cross_entropy, mse, l1, bce, or a function of (output, y) that returns one number for each sample.
+      A sample may be a dict: the model gets it by name, and the loss sees it as y.
+    - `loss`: cross_entropy, mse, l1, bce, or a function of (output, y) that returns one number for each sample, or a
+      pair (sum, weight): the sum over the batch is divided by its weight once. "model": the model's own `.loss`. With
+      `over="batch"` it gets the outputs and targets of the whole batch, and returns one number.
     - `optimizer`: sgd, adam, adamw, or a function of a list of parameters that returns an optimizer.
     - `schedule`: constant, cosine or linear, after `warmup` steps; or `scheduler`, a function of the optimizer, whose
       result is stepped after every update.
     - `metrics`: names or functions like those of `loss`, as a list or by name; reported as means over the test samples.
+    - `collate_fn`: puts the samples of a shard together, like that of a DataLoader.
     - `out`: the run's folder. With `resume=True` a run in it continues from its last checkpoint, on any devices.
 
     >>> result = train(2, batch_size=256, lr=0.2, num_epochs=1, data="fashion-mnist-mini", quiet=True)

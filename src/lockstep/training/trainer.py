@@ -1,6 +1,5 @@
 """`lockstep.Trainer`: training one step at a time, for a loop of the user's own."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -8,14 +7,12 @@ from typing import Any, Self
 
 from torch import nn
 
-from lockstep.backends import LossFuture
 from lockstep.backends.torch_session import use_tf32
 from lockstep.config import RunConfig, settings_in
 from lockstep.core.errors import ConfigError, RunError
 from lockstep.core.layout import Array, sha256_of
 from lockstep.core.serialization import CorruptData
 from lockstep.core.settings import IDENTITY
-from lockstep.data.batch import Batch
 from lockstep.data.given_batch import GivenBatches
 from lockstep.optim.lr_schedule import LRSchedule
 from lockstep.partition.balance import balance_for
@@ -25,6 +22,7 @@ from lockstep.replicas.module_state import arrays_of
 from lockstep.report.runlog import what_to_do, write_whole
 from lockstep.runtime.rank_thread import CURRENT
 from lockstep.runtime.step import EagerSteps, StepOptions
+from lockstep.runtime.verification import Unverified
 from lockstep.training.checkpoint import Checkpoint, Progress, check_same_run, made_with, unpacked
 from lockstep.training.drift import Healing
 from lockstep.training.evaluate import evaluate_batches
@@ -33,49 +31,12 @@ from lockstep.training.module_task import train_spec, with_weights
 from lockstep.training.replica_set import ReplicaSet
 from lockstep.training.setup import make_steps
 from lockstep.training.task import UserObjects
-from lockstep.training.train import settings_of
 from lockstep.training.trainer_engine import trainer_engine
+from lockstep.training.trainer_settings import NOT_HERE, EverySize, StepResult, is_object, trainer_settings
 from lockstep.training.validation import made_module
 from lockstep.training.weights import checked_weights
 
 EVAL_BATCH_SIZE = 64  # samples that are evaluated together, on any devices
-NOT_HERE = ("epochs", "num_epochs", "batch_size", "data", "data_dir", "schedule", "workers", "out", "heal", "trace",
-            "checkpoint_every", "keep_checkpoints", "on_hang", "max_restarts", "backend", "num_gpus")  # fmt: skip
-
-
-class StepResult:
-    """The result of a step: `step` counts from 1; `loss` is the mean over the batch before the update."""
-
-    def __init__(self, step: int, batch: Batch, future: LossFuture) -> None:
-        self.step = step
-        self._num_samples, self._future = batch.num_samples, future
-        self._loss: float | None = None
-
-    @property
-    def loss(self) -> float:
-        """Waits for the step, where it is still computed."""
-        if self._loss is None:
-            total, weights = math.fsum(self._future.result()), self._future.weights
-            self._loss = total / (math.fsum(weights) if weights else self._num_samples)
-        return self._loss
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The loss and the number of samples, by name."""
-        return {"loss": self.loss, "num_samples": self._num_samples}
-
-    def __repr__(self) -> str:
-        return f"StepResult(step={self.step}, loss={self.loss:.6g})"
-
-
-class EverySize(frozenset[int]):
-    """Shards of every size."""
-
-    def __contains__(self, size: object) -> bool:
-        return True
-
-    def __bool__(self) -> bool:
-        return True
 
 
 class Trainer:
@@ -98,7 +59,7 @@ class Trainer:
         **settings: Any,
     ) -> None:
         given = {"model": model, "optimizer": optimizer, "loss": loss, "devices": devices, "shards": shards}
-        config, objects = _settings({**given, "seed": seed, "engine": engine, **settings})
+        config, objects = trainer_settings({**given, "seed": seed, "engine": engine, **settings})
         self._start(config, objects, None)
 
     @classmethod
@@ -116,8 +77,8 @@ class Trainer:
             raise ConfigError(f"{path} is damaged, or was not written by Trainer.save: {problem}.") from problem
         names = {each.name: each.metadata["option"] or each.name for each in settings_in(IDENTITY)}
         saved = {names[name]: value for name, value in checkpoint.run.items() if name in names}
-        plain = {n: v for n, v in saved.items() if n not in NOT_HERE and n != "model" and not _is_object(v)}
-        config, objects = _settings({**plain, "model": model, "devices": devices, **settings})
+        plain = {n: v for n, v in saved.items() if n not in NOT_HERE and n != "model" and not is_object(v)}
+        config, objects = trainer_settings({**plain, "model": model, "devices": devices, **settings})
         found = cls.__new__(cls)
         found._start(config, objects, (path, checkpoint))
         return found
@@ -159,7 +120,11 @@ class Trainer:
             raise ConfigError("There are gradients that no update has used. Call update() or drop_gradients() first.")
         with self._working():
             found, progress = self._batches.batch(batch), self._progress
-            future = self._steps.run(progress.passes + 1, found)
+            try:
+                future = self._steps.run(progress.passes + 1, found)
+            except Unverified:
+                self._compare()  # a replica that has drifted computes something else: it is named
+                raise
             progress.step, progress.passes = progress.step + 1, progress.passes + 1
             result = StepResult(progress.step, found, future)
             if not self._steps.max_in_flight:
@@ -276,7 +241,7 @@ class Trainer:
 
     def close(self) -> None:
         """Ends the devices' threads. Twice does no harm."""
-        self._is_closed = True
+        self._is_closed, self._held = True, []
         self._undo.close()
 
     def __enter__(self) -> Self:
@@ -312,14 +277,3 @@ class Trainer:
     def _identity(self) -> dict[str, Any]:
         names = {each.name for each in settings_in(IDENTITY)} - set(NOT_HERE)
         return {name: getattr(self._config, name) for name in sorted(names)}
-
-
-def _settings(given: dict[str, Any]) -> tuple[RunConfig, UserObjects]:
-    for name in given:
-        if name in NOT_HERE:
-            raise ConfigError(f"A Trainer has no {name}: batches and epochs are those of your loop. Leave it out.")
-    return settings_of({name: value for name, value in given.items() if value is not None})
-
-
-def _is_object(value: Any) -> bool:
-    return isinstance(value, str) and value.endswith(" given in Python")

@@ -1,6 +1,7 @@
 """Validation of user objects before anything starts: module, loss, optimizer, scheduler."""
 
 import copy
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -110,6 +111,7 @@ def _training_copy(module: nn.Module) -> nn.Module:
 def _first_sample(train: Any) -> Any:
     """A shard of one sample, as the model would get it."""
     if not isinstance(train, tuple):
-        return default_collate([tuple(train[0])])[0]
+        sample = train[0]
+        return default_collate([sample] if isinstance(sample, Mapping) else [tuple(sample)[:-1]])
     sample = map_leaves(train[0], lambda array: torch.from_numpy(array[:1]))
     return map_leaves(sample, lambda tensor: tensor.float() / 255 if tensor.dtype == torch.uint8 else tensor)
