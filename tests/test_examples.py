@@ -21,8 +21,24 @@ def test_an_example_has_at_most_60_lines(path):
     assert len(path.read_text().splitlines()) <= 60
 
 
-def test_there_are_three():
-    assert [path.stem for path in EXAMPLES] == ["char_transformer", "own_cnn", "resnet18_cosine"]
+def test_all_of_them_are_run_here():
+    names = ["char_transformer", "clip", "gan", "own_cnn", "own_loop", "resnet18_cosine", "token_mean"]
+    assert [path.stem for path in EXAMPLES] == names
+
+
+def test_a_loop_with_early_stopping_has_the_same_bits_on_any_devices():
+    main = load("own_loop").main
+    assert len({main(devices, max_epochs=3) for devices in (1, 2, 3)}) == 1
+
+
+def test_two_trainers_of_a_gan_have_the_same_bits_on_any_devices():
+    main = load("gan").main
+    assert len({main(devices, num_steps=20) for devices in (1, 2, 3)}) == 1
+
+
+@pytest.mark.parametrize("name", ["clip", "token_mean"])
+def test_losses_of_a_whole_batch_have_the_same_bits_on_any_devices(name):
+    assert len(load(name).main(num_epochs=2)) == 1
 
 
 @pytest.mark.long

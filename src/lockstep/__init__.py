@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lockstep.core.errors import LockstepError
     from lockstep.training.trainer import Trainer
 
-__version__ = "0.7.0"  # the one place: pyproject.toml reads it from here
+__version__ = "0.8.0"  # the one place: pyproject.toml reads it from here
 
 __all__ = [
     "LockstepError",

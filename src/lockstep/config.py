@@ -77,7 +77,9 @@ class RunConfig:
         "sgd", f"sgd, adam, adamw, {OWN} which takes the parameters and returns an optimizer.", IDENTITY
     )
     momentum: float = setting(0.0, "Momentum of sgd.", IDENTITY, limits={">=": 0, "<": 1})
-    weight_decay: float = setting(0.0, "Weight decay.", IDENTITY, limits={">=": 0})
+    weight_decay: float | None = setting(
+        None, "Weight decay. Default: PyTorch's, 0.01 for adamw and 0 for the others.", IDENTITY, limits={">=": 0}
+    )
     schedule: str = setting("constant", "Learning-rate schedule after the warm-up.", IDENTITY, choices=SCHEDULES)
     warmup: int = setting(0, "Steps in which the learning rate grows to its full value.", IDENTITY, limits={">=": 0})
     clip_norm: float | None = setting(None, "Clip gradients to this norm. Default: off.", IDENTITY, limits={">": 0})

@@ -192,12 +192,21 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing_trains_and_is_refused_with_dropout(vectors, reentrant):
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_activation_checkpointing_has_the_bits_of_a_model_without_it(vectors, dropout, reentrant):
     settings = {"data": vectors, "batch_size": 16, "epochs": 1, "quiet": True}
-    module = Checkpointed(0.0, reentrant)
+    module = Checkpointed(dropout, reentrant)
     results = [lockstep.train(model=module, devices=k, **settings) for k in (1, 2)]
     assert results[0].weights_sha256 == results[1].weights_sha256
     plain = nn.Sequential(module.first, module.part, module.last)
     assert lockstep.train(model=plain, devices=1, **settings).weights_sha256 == results[0].weights_sha256
-    with pytest.raises(RankError, match="Leave dropout out of checkpointed parts"):
-        lockstep.train(model=Checkpointed(0.5, reentrant), devices=2, **settings)
+
+
+def test_random_numbers_that_are_not_put_back_are_refused_in_a_recomputation(vectors):
+    class Forgetful(Checkpointed):
+        def forward(self, x):
+            y = checkpoint(self.part, self.first(x), use_reentrant=False, preserve_rng_state=False)
+            return self.last(y)
+
+    with pytest.raises(RankError, match="preserve_rng_state=True"):
+        lockstep.train(model=Forgetful(0.5, False), data=vectors, batch_size=16, epochs=1, devices=2, quiet=True)

@@ -80,7 +80,7 @@ def _get_rng_state(original: Callable[[], torch.Tensor]) -> torch.Tensor:
 def _set_rng_state(original: Callable[[torch.Tensor], None], state: torch.Tensor) -> None:
     """And puts it back when it computes the same again in the backward pass."""
     keyed = getattr(LOCAL, "keyed", None)
-    return original(state) if keyed is None else keyed.set_host_state(state)
+    (original if keyed is None else keyed.set_host_state)(state)
 
 
 def one_intra_op_thread() -> None:

@@ -116,9 +116,23 @@ class BufferTracker:
         self._owner._buffers[self._short] = self._tensor
         self._version = self._tensor._version
 
+    def _check_no_queue(self, values: list[Tensor | None]) -> None:
+        """Refuses a buffer in which shards write different things to the same place, and leave the rest as it was."""
+        written = [value for value in values if value is not None]
+        if self._start.numel() < 2 or len(written) < 2 or torch.equal(written[0], written[1]):
+            return
+        is_same = written[0] == self._start
+        if bool(is_same.any()) and not bool(is_same.all()) and torch.equal(is_same, written[1] == self._start):
+            raise RunError(
+                f"Shards write to the same part of buffer {self._short} of {type(self._owner).__name__} (a queue?), "
+                f"and only one could stay. Give what it holds to the loss from outside, after each step, "
+                f"or use a loss over the whole batch (over='batch')."
+            )
+
     def merge(self, values: list[Tensor | None], sizes: list[int]) -> None:
         """Sets the buffer after the step, from its value in each shard; None where a shard did not change it."""
         is_number = self._start.is_floating_point() or self._start.is_complex()
+        self._check_no_queue(values)
         start = self._start if self._start.is_complex() else self._start.to(torch.float64 if is_number else torch.int64)
         merged, num_samples = start, 0
         for value, size in zip(values, sizes, strict=True):

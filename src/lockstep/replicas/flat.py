@@ -92,6 +92,9 @@ class FlatReplica(Capturable):
     def fingerprints(self) -> dict[str, str]:
         return {name: sha256_of([array]) for name, array in self.arrays().items()}
 
+    def averaged(self) -> dict[str, Array]:
+        return {}
+
     def undo_step(self) -> None:
         """Shards change no state."""
 

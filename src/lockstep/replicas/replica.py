@@ -78,6 +78,9 @@ class Replica(Protocol):
     def fingerprints(self) -> dict[str, str]:
         """A hash of each of these arrays, to compare replicas by."""
 
+    def averaged(self) -> dict[str, Array]:
+        """The moving average of parameters and buffers, where there is one."""
+
     def undo_step(self) -> None:
         """The step that has begun will not be updated: buffers are as they were before."""
 

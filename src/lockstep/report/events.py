@@ -67,11 +67,12 @@ class Result:
     buffers_sha256: str | None = None  # of the model's buffers, like running statistics
     buffers: dict[str, Array] = field(default_factory=dict, repr=False)
     module: Any = field(default=None, repr=False)  # the trained module, where the model is one
+    ema: dict[str, Array] = field(default_factory=dict, repr=False)  # the moving average of all weights, if asked for
 
     def summary(self) -> dict[str, Any]:
         """The result as plain values, without the weights."""
-        plain = asdict(replace(self, params={}, buffers={}, module=None))  # asdict would copy the weights
-        return {name: value for name, value in plain.items() if name not in ("params", "buffers", "module")}
+        plain = asdict(replace(self, params={}, buffers={}, module=None, ema={}))  # asdict would copy the weights
+        return {name: value for name, value in plain.items() if name not in ("params", "buffers", "module", "ema")}
 
     def lines(self) -> str:
         """The two lines that a run ends with, in the text's own form."""

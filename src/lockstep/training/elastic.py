@@ -132,7 +132,8 @@ def agree(engine: Engine, own: Checkpoint | None) -> Checkpoint | None:
 
 def packed_result(result: Result) -> bytes:
     """The result as bytes, for another process."""
-    return pack({"summary": {**result.summary(), "run": None}, "weights": {**result.params, **result.buffers}})
+    weights = {**result.params, **result.buffers}
+    return pack({"summary": {**result.summary(), "run": None}, "weights": weights, "ema": result.ema})
 
 
 def unpacked_result(packed: bytes, config: RunConfig, task: Task) -> Result:
@@ -145,4 +146,5 @@ def unpacked_result(packed: bytes, config: RunConfig, task: Task) -> Result:
         params=params,
         buffers={name: array for name, array in weights.items() if name not in params},
         module=task.trained(weights),
+        ema=plain["ema"],
     )

@@ -15,7 +15,7 @@ from lockstep.optim.lr_schedule import LRSchedule
 from lockstep.optim.optimizers import OPTIMIZERS
 from lockstep.partition.batch import split_into_shards
 from lockstep.replicas.flat import FlatReplica, FlatTrainSpec
-from lockstep.training.task import Task, UserObjects, num_steps
+from lockstep.training.task import Task, UserObjects, num_steps, weight_decay_of
 
 EVAL_BATCH_SIZE = 256  # of LeNet: like the number of shards, it may change the last bits
 
@@ -33,7 +33,7 @@ def flat_task(config: RunConfig, backend: Backend, model: Model, data: Dataset, 
         backend=backend,
         forward=model.forward,
         layout=layout,
-        optimizer=OPTIMIZERS[config.optimizer](config.learning_rate, config.momentum, config.weight_decay),
+        optimizer=OPTIMIZERS[config.optimizer](config.learning_rate, config.momentum, weight_decay_of(config)),
         lr_schedule=LRSchedule(config.schedule, config.warmup, num_steps(config, data.num_train)),
         clip_norm=config.clip_norm,
         compiled_sizes=frozenset(map(len, shards)) if config.compile else frozenset(),
@@ -59,7 +59,7 @@ def flat_task(config: RunConfig, backend: Backend, model: Model, data: Dataset, 
 
 
 def _check_settings(config: RunConfig, backend: Backend, model: Model, objects: UserObjects) -> None:
-    for name in ("batch_norm", "precision", "loss"):
+    for name in ("batch_norm", "precision", "loss", "loss_over", "ema"):
         if (value := getattr(config, name)) != getattr(RunConfig, name):
             flag = f"--{name.replace('_', '-')} {value}"
             raise ConfigError(f"{model.name} is written for every framework and has no {flag}. Leave it out.")

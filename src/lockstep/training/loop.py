@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, closing
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
 from lockstep.backends import LossFuture, reset_peak_memory
@@ -113,7 +113,9 @@ class Training:
             except KeyboardInterrupt:
                 yield from self._interrupt(saves=False)
             weights = self._weights() if self._weights else self._set.weights()
-        yield RunDone(result_of(config, task, engine, self.progress, weights, peaks))
+            average = self._set.local[0].averaged()
+        result = result_of(config, task, engine, self.progress, weights, peaks)
+        yield RunDone(replace(result, ema=average))
 
     def _make_replicas(self, checkpoint: Checkpoint | None) -> None:
         """The replicas of this process, from a checkpoint, or with the initial weights."""

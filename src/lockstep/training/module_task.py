@@ -29,7 +29,7 @@ from lockstep.replicas.memory_format import wants_channels_last
 from lockstep.replicas.module_capture import CapturableModuleReplica
 from lockstep.replicas.module_state import arrays_of, copy_of, load
 from lockstep.replicas.train_spec import TrainSpec
-from lockstep.training.task import Task, UserObjects, num_steps
+from lockstep.training.task import Task, UserObjects, num_steps, weight_decay_of
 from lockstep.training.validation import check_objects, check_smallest_shard, made_module
 
 
@@ -123,7 +123,7 @@ def _optimizer(config: RunConfig, objects: UserObjects) -> MakeOptimizer:
         return user_optimizer(objects.optimizer)
     if is_entry_point(config.optimizer):
         return user_optimizer(load_entry_point(config.optimizer, "optimizer"))
-    settings = OptimizerSettings(config.learning_rate, config.momentum, config.weight_decay)
+    settings = OptimizerSettings(config.learning_rate, config.momentum, weight_decay_of(config))
     return named_optimizer(config.optimizer, settings)
 
 

@@ -44,6 +44,13 @@ class Task:
     notes: tuple[str, ...] = ()  # shown to the user when it starts
 
 
+def weight_decay_of(config: RunConfig) -> float:
+    """The weight decay that is set, or PyTorch's default."""
+    if config.weight_decay is not None:
+        return config.weight_decay
+    return 0.01 if config.optimizer == "adamw" else 0.0
+
+
 def num_steps(config: RunConfig, num_train: int) -> int:
     """Steps of the whole run."""
     return config.num_epochs * -(-num_train // config.batch_size)

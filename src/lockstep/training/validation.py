@@ -40,6 +40,13 @@ def made_module(model: Any, data: Dataset | None, seed: int) -> nn.Module:
             module = call_user_function(model, "model")
     if not isinstance(module, nn.Module):
         raise ConfigError(f"The function for the model returned a {type(module).__name__}. It must return a module.")
+    for name, part in module.named_modules():
+        if type(part).__name__ == "OptimizedModule" or getattr(part, "_compiled_call_impl", None) is not None:
+            what = f"Its part {name}" if name else "The model"
+            hint = (
+                "Give the module itself, and compile=True: then shards are compiled, with the same bits on any devices"
+            )
+            raise ConfigError(f"{what} is compiled already, and a copy of it for each device would not be. {hint}.")
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
             raise ConfigError(f"{name} has no shape yet (a lazy layer). Run one sample through the module first.")
