@@ -78,6 +78,14 @@ def numpy(session: nox.Session) -> None:
     conformance(session)
 
 
+@nox.session(default=False)
+def models(session: nox.Session) -> None:
+    """Models of transformers and timm, from configurations: nothing is downloaded but the libraries."""
+    install(session, "torch,dev")
+    session.install("--quiet", "-c", "constraints.txt", "transformers", "timm", "torchvision")
+    session.run("pytest", "-q", *PARALLEL, "tests/training/test_models_of_others.py")
+
+
 @nox.session(default=False, venv_backend="none")
 def long(session: nox.Session) -> None:
     """Crash loops, thousands of damaged files, compilers, two hosts, the benchmark: all that `torch` leaves out."""

@@ -223,6 +223,7 @@ class ModuleReplica:
             metrics = {"loss": ("loss", self._losses.function), **metrics}
         random = self._random.start(shard_seed(self._spec.seed, 0, 0))
         with torch.no_grad(), plain_errors(self._device.type), random, self._losses.autocast():
+            self._losses.prepare(self.module, X)
             output = module_state.call(self.module, self._losses.in_memory_format(X))
             sums = {n: summed(metric, what, output, y, num_samples) for n, (what, metric) in metrics.items()}
         self._buffers.restore()  # evaluation does not change them

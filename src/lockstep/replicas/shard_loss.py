@@ -106,14 +106,18 @@ class ShardLoss:
 
     def loss_of(self, module: nn.Module, shard: Shard) -> LossSum:
         """The summed loss of a shard, with random numbers as they come."""
-        if isinstance(self.function, ModelLoss):
-            self.function.find_weight(module, shard.X)
+        self.prepare(module, shard.X)
         output = self._output_of(module, shard)
         loss_of = self._compiled_loss if self._is_compiled(shard) else self.function
         with self.autocast():
             found = summed(loss_of, "loss", output, shard.y, shard.num_samples)
         check_depends_on_parameters(found.total)
         return found
+
+    def prepare(self, module: nn.Module, X: Any) -> None:
+        """What a loss has to find out before its first use."""
+        if isinstance(self.function, ModelLoss):
+            self.function.find_weight(module, X)
 
     def _output_of(self, module: nn.Module, shard: Shard) -> Any:
         versions = [param._version for _, param in self._params]
