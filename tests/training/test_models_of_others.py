@@ -21,8 +21,7 @@ WORDS = {"input_ids": IDS, "attention_mask": MASK}
 PADDED = torch.where(MASK == 1, IDS, -100)
 CLASSES = torch.arange(20) % 3
 IMAGES = torch.randn(20, 3, 32, 32, generator=DRAW)
-VISION = {**SMALL, "image_size": 32}
-del VISION["vocab_size"]
+VISION = {
     "hidden_size": 16,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
