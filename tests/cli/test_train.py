@@ -177,7 +177,9 @@ def test_finished_epochs_are_kept_when_the_loss_is_no_longer_a_number(lockstep, 
         return (loss * float("nan") if next(calls) >= 5 * 8 else loss), gradient  # after five steps of 8 shards
 
     monkeypatch.setattr(torch, "value_and_grad", spoilt)
-    answer = lockstep("train", "--data", tiny, "--devices", 1, "--batch-size", 100, "--epochs", 3, "--out", "run")
+    answer = lockstep(
+        "train", "--data", tiny, "--devices", 1, "--batch-size", 100, "--epochs", 3, "--out", "run", "--verify-every", 0
+    )
     assert answer.status == 1
     assert "epoch 2, step 6: the loss is NaN or infinite" in answer.err
     assert "the weights after epoch 1 are in run. To start over" in answer.err
