@@ -161,6 +161,48 @@ def test_a_run_with_weights_is_resumed_with_the_same_bits(tmp_path):
     assert [each.train_loss for each in result.history] == [each.train_loss for each in whole.history]
 
 
+def in_batch_negatives(output, y):
+    images, texts, scale = output
+    return F.cross_entropy(scale * images @ texts.T, torch.arange(len(images)), reduction="none")
+
+
+def test_a_loss_that_looks_across_samples_without_saying_so_is_refused():
+    X, y = data_of("clip")
+    data = tuple(part.numpy() for part in X), y.numpy()
+    with pytest.raises(
+        LockstepError, match=r"depends on the other samples that it is computed with .* Use over='batch'"
+    ):
+        lockstep.train(model=made(TwoTowers), loss=in_batch_negatives, data=data, batch_size=BATCH, quiet=True)
+
+
+MODULES = {
+    "cross-entropy": nn.CrossEntropyLoss(),
+    "weights": nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, ignore_index=3, label_smoothing=0.1),
+    "mse": nn.MSELoss(),
+    "soft labels": nn.CrossEntropyLoss(),
+}
+
+
+@pytest.mark.parametrize("case", MODULES)
+def test_a_loss_module_that_returns_a_mean_is_exact(case):
+    loss, (X, y) = MODULES[case], data_of("class weights")
+    if case in ("mse", "soft labels"):
+        y = torch.softmax(torch.randn(50, 5, generator=torch.Generator().manual_seed(1)), dim=1)
+    results = [
+        lockstep.train(
+            model=made(lambda: nn.Linear(6, 5)), loss=loss, data=(X.numpy(), y.numpy()), batch_size=BATCH, epochs=2,
+            lr=0.1, devices=k, quiet=True,
+        )
+        for k in DEVICES
+    ]  # fmt: skip
+    assert len({result.weights_sha256 for result in results}) == 1
+    trained, _, first_loss = plain_loop(made(lambda: nn.Linear(6, 5)), loss, X, y)
+    assert results[0].first_loss == pytest.approx(first_loss, abs=1e-5)
+    torch.testing.assert_close(
+        torch.from_numpy(results[0].params["weight"]), trained.weight.detach(), rtol=0, atol=1e-5
+    )
+
+
 WRONG = {
     "mean": (lambda output, y: F.cross_entropy(output, y), "return a pair (sum, weight); if it looks across the batch"),
     "not a number": (lambda output, y: (output, 1.0), "whose first entry is not one number"),

@@ -12,11 +12,12 @@ from lockstep.backends.torch import BACKEND
 from lockstep.core.errors import RunError
 from lockstep.core.random import shard_seed
 from lockstep.data.dataset import map_leaves
-from lockstep.models.losses import LossSum, PerSample, summed
+from lockstep.models.losses import LOSSES, LossSum, PerSample, summed
 from lockstep.models.model_loss import ModelLoss
 from lockstep.replicas import module_state
 from lockstep.replicas.compiled_blocks import compile_blocks, with_compiled_blocks
 from lockstep.replicas.keyed_random import KeyedRandom, no_draws_outside_of_pytorch, rng_state
+from lockstep.replicas.loss_check import check_separable
 from lockstep.replicas.memory_format import channels_last
 from lockstep.replicas.replica import Shard
 from lockstep.replicas.shard_module import ShardModule
@@ -34,6 +35,8 @@ class ShardLoss:
         self.function: PerSample = copy.deepcopy(loss).to(device) if isinstance(loss, nn.Module) else loss
         self._params = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
         self._has_computed = False
+        # a loss of the user's own is tried once; what it does with parts of an output is not captured
+        self._checks_loss = not spec.loss_over_batch and spec.loss not in LOSSES.values() and device.type == "cpu"
         self.step, self._first_step = 0, 0  # of this replica: a run may continue with a new one
         self.uses_compiled = spec.compiles
         if spec.compiles:
@@ -111,6 +114,10 @@ class ShardLoss:
         loss_of = self._compiled_loss if self._is_compiled(shard) else self.function
         with self.autocast():
             found = summed(loss_of, "loss", output, shard.y, shard.num_samples)
+        if self._checks_loss:
+            self._checks_loss = False
+            with self.autocast():
+                check_separable(self.function, output, shard.y, shard.num_samples)
         check_depends_on_parameters(found.total)
         return found
 

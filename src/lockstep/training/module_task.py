@@ -21,6 +21,7 @@ from lockstep.data.batch import BatchSource, DeviceMemory
 from lockstep.data.loader import Collate, Loader, ShardDataset, as_arrays, check_keyed, check_map_style
 from lockstep.data.resident import ResidentData
 from lockstep.models.losses import LOSSES, METRICS, MODEL, PerSample
+from lockstep.models.mean_losses import with_exact_mean
 from lockstep.models.model_loss import ModelLoss
 from lockstep.optim.lr_schedule import LRSchedule
 from lockstep.optim.torch_optimizers import MakeOptimizer, OptimizerSettings, named_optimizer, user_optimizer
@@ -90,7 +91,8 @@ def train_spec(
         other = "--compile" if config.compile else "--batch-norm sync"
         raise ConfigError(f"A loss over the batch (--over batch) does not go together with {other}. Leave one out.")
     wanted = config.loss if objects.loss is None else objects.loss
-    loss = ModelLoss() if wanted == MODEL else _callable(wanted, {**LOSSES, MODEL: ModelLoss}, "loss")
+    is_model = isinstance(wanted, str) and wanted == MODEL
+    loss = ModelLoss() if is_model else with_exact_mean(_callable(wanted, {**LOSSES, MODEL: ModelLoss}, "loss"))
     spec = TrainSpec(
         module=module,
         loss=loss,
