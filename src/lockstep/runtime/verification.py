@@ -17,7 +17,7 @@ from lockstep.partition.balance import Balance
 from lockstep.partition.batch import split_into_shards
 from lockstep.replicas.replica import AllGatherTensors, BatchSummary, Leaf, Replica, Shard
 from lockstep.runtime.engine import Engine
-from lockstep.runtime.step import StepOptions, Steps, train_step
+from lockstep.runtime.step import EagerSteps, StepOptions, Steps, train_step
 
 FIRST = 1, 2, 5  # steps after the first in which a few shards are computed again
 PHASE = "forward and backward"
@@ -76,12 +76,17 @@ class VerifiedSteps:
         """Does step number `step`; verified, if it is its turn."""
         if self._first is None:
             self._first = step
-        is_captured = self.max_in_flight > 0 and not self.why_eager  # Python code does not run in a replay
-        if step - self._first in ((0,) if is_captured else FIRST):
+        if step - self._first in ((0,) if self._is_captured else FIRST):
             self._rehearse(step, batch)
-        if step % self._every or is_captured:
+        if step % self._every or self._is_captured:
             return self._steps.run(step, batch)
         return self._verified(step, batch)
+
+    @property
+    def _is_captured(self) -> bool:
+        """Whether steps are replayed, which runs no Python. All ranks must say the same, also where one cannot."""
+        knows_all = len(self._engine.local_ranks) == self._engine.num_ranks
+        return not isinstance(self._steps, EagerSteps) and not (knows_all and self.why_eager)
 
     def _rehearse(self, step: int, batch: Batch) -> None:
         """Two shards are computed on every rank, in different orders and one of them twice; then comes the step."""
