@@ -1,6 +1,6 @@
 """Models of transformers, timm and torchvision, from configurations, with the first code that a user would write."""
 
-import importlib.util
+import importlib
 
 import numpy as np
 import pytest
@@ -8,9 +8,17 @@ import torch
 
 import lockstep
 
-needs_transformers = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="transformers is not installed: nox -s models installs it"
-)
+
+def needs(name):
+    """Skips a test where a library is missing, or does not fit this PyTorch."""
+    try:
+        importlib.import_module(name)
+        problem = ""
+    except Exception as found:
+        problem = f"{name} cannot be imported ({found}): nox -s models installs it"
+    return pytest.mark.skipif(bool(problem), reason=problem)
+
+
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 SMALL = {"vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -90,7 +98,7 @@ TRANSFORMERS = {
 }
 
 
-@needs_transformers
+@needs("transformers")
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_a_model_of_transformers_with_its_own_loss(name):
     import transformers
@@ -119,7 +127,7 @@ def test_a_model_of_transformers_with_its_own_loss(name):
         assert trainer.evaluate(batch)["loss"] == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="timm is not installed: nox -s models installs it")
+@needs("timm")
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "mobilenetv3_small_050", "convnext_atto"])
 def test_a_model_of_timm_with_mixup(name):
     import timm
@@ -140,7 +148,7 @@ def test_a_model_of_timm_with_mixup(name):
     assert len(found) == 1
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="torchvision is not installed")
+@needs("torchvision")
 @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "squeezenet1_1"])
 def test_a_model_of_torchvision(name):
     import torchvision
