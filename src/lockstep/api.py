@@ -43,7 +43,7 @@ from lockstep.training.train import train as train
 
 
 def __getattr__(name: str) -> Any:
-    """`Trainer` loads PyTorch, which the other functions need not."""
+    """`Trainer` loads its framework, which the other functions need not."""
     if name == "Trainer":
         from lockstep.training.trainer import Trainer
 
@@ -205,7 +205,7 @@ def evaluate_accuracy(
 def _forward(net: Forward) -> Forward:
     """LeNet, or a function of the user's: for one rank at a time, as it may write to what all ranks have in common.
 
-    (`torch.func.functional_call` does: it puts the parameters into the module, and takes them out again.)
+    (A functional call of a module does: it puts the parameters into the module, and takes them out again.)
     """
     if net is lenet:
         return faster(net)

@@ -78,7 +78,7 @@ class RunConfig:
     )
     momentum: float = setting(0.0, "Momentum of sgd.", IDENTITY, limits={">=": 0, "<": 1})
     weight_decay: float | None = setting(
-        None, "Weight decay. Default: PyTorch's, 0.01 for adamw and 0 for the others.", IDENTITY, limits={">=": 0}
+        None, "Weight decay. Default: 0.01 for adamw, 0 for the others.", IDENTITY, limits={">=": 0}
     )
     schedule: str = setting("constant", "Learning-rate schedule after the warm-up.", IDENTITY, choices=SCHEDULES)
     warmup: int = setting(0, "Steps in which the learning rate grows to its full value.", IDENTITY, limits={">=": 0})

@@ -35,7 +35,7 @@ def test_without_accuracy_the_first_line_has_the_metrics_or_the_training_loss(ma
 def test_the_summary_has_everything_but_the_parameters(make_result):
     result = make_result()
     summary = result.summary()
-    assert set(summary) == {field.name for field in dataclasses.fields(result)} - {"params", "buffers", "module"}
+    assert set(summary) == {field.name for field in dataclasses.fields(result)} - {"params", "buffers", "module", "ema"}
     assert summary["history"][1] == {
         "epoch": 2,
         "seconds": 12.68,

@@ -461,7 +461,7 @@ OTHERS = {
     "--schedule constant": "schedule: 'cosine' there, 'constant' now",
     "--warmup 3": "warmup: 0 there, 3 now",
     "--momentum 0.5": "momentum: 0.0 there, 0.5 now",
-    "--weight-decay 0.1": "weight decay: 0.0 there, 0.1 now",
+    "--weight-decay 0.1": "weight decay: None there, 0.1 now",
     "--clip-norm 1": "clip norm: None there, 1.0 now",
     "--backend numpy": "backend: 'torch' there, 'numpy' now",
     "--shards 2 --seed 1": "shards: 4 there, 2 now; seed: 0 there, 1 now",
@@ -583,7 +583,7 @@ def test_half_a_line_in_the_metrics_is_ended_before_new_ones_are_written(lockste
 
 @pytest.mark.parametrize(
     "record",
-    [b"", b"{", b"[]", b'{"momentum": null}', b'{"weight_decay": null}', b'{"seed": "x"}', b'{"data": "\\u0000.npz"}']
+    [b"", b"{", b"[]", b'{"momentum": null}', b'{"batch_size": null}', b'{"seed": "x"}', b'{"data": "\\u0000.npz"}']
     + [b'{"num_epochs": 1.5}', b'{"model": 5}', b'{"data": 5}', b'{"optimizer": []}', b'{"batch_norm": null}']
     + [b'{"learning_rate": "a"}', b'{"model": null}', b'{"num_shards": 1e999}', b'{"clip_norm": {}}'],
 )

@@ -19,7 +19,8 @@ from lockstep.core.device import Device
 # Held while the process's random number generators are replaced, and meanwhile code may be compiled, for which PyTorch
 # saves and restores them: the threads of all ranks have the same.
 DEFAULT_GENERATORS = threading.RLock()
-LOCAL = threading.local()  # `keyed`: the random numbers of the shard that this thread computes, if it does
+# of this thread: `keyed`, the random numbers of the shard that it computes; `num_lent`, how often it was lent a module
+LOCAL = threading.local()
 
 
 @contextmanager

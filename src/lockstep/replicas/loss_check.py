@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.backends.torch_session import LOCAL
 from lockstep.core.errors import RunError
 from lockstep.data.dataset import map_leaves
 from lockstep.models.losses import PerSample
@@ -17,13 +18,15 @@ def check_separable(loss: PerSample, output: Any, y: Any, num_samples: int) -> N
     if num_samples < 2:
         return
     cut = num_samples - num_samples // 2
-    before = torch.get_rng_state()
+    before, num_lent = torch.get_rng_state(), getattr(LOCAL, "num_lent", 0)
     try:
         with torch.no_grad():
             whole = loss(*_part(output, y, num_samples, slice(0, num_samples)))
             parts = [loss(*_part(output, y, num_samples, part)) for part in (slice(0, cut), slice(cut, num_samples))]
             again = loss(*_part(output, y, num_samples, slice(0, num_samples)))
     except Exception:  # it may need them all: the step itself says what is wrong
+        return
+    if num_lent != getattr(LOCAL, "num_lent", 0):  # the loss uses another model, whose norm layers may see all samples
         return
     if not torch.equal(before, torch.get_rng_state()) or not _is_the_same(whole, [again], tolerance=0.0):
         return
@@ -47,7 +50,7 @@ def _part(output: Any, y: Any, num_samples: int, part: slice) -> tuple[Any, Any]
 def _is_the_same(whole: Any, parts: list[Any], tolerance: float = TOLERANCE) -> bool:
     if isinstance(whole, Tensor) and whole.ndim == 1:
         return _is_close(whole, torch.cat(parts), tolerance)
-    if not isinstance(whole, tuple) or len(whole) != 2:
+    if not isinstance(whole, tuple) or len(whole) != 2 or any(torch.as_tensor(each).numel() != 1 for each in whole):
         return True  # refused elsewhere
     sums = [sum(map(torch.as_tensor, of_parts)) for of_parts in zip(*parts, strict=True)]
     return all(_is_close(torch.as_tensor(one), other, tolerance) for one, other in zip(whole, sums, strict=True))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lockstep.backends import Pieces, flat
 from lockstep.backends.torch import plain_errors, torch_device
-from lockstep.backends.torch_session import start_thread, use_tf32
+from lockstep.backends.torch_session import LOCAL, start_thread, use_tf32
 from lockstep.core.device import Device
 from lockstep.core.errors import RunError
 from lockstep.core.layout import Array, Layout, sha256_of
@@ -204,7 +204,7 @@ class ModuleReplica:
     def lent(self) -> nn.Module:
         """The module for a forward pass of somebody else, which is not to change its buffers: they are put back."""
         self._undo_unfinished_step()
-        self._put_back_lent()
+        LOCAL.num_lent = getattr(LOCAL, "num_lent", 0) + 1
         self._lent = [(buffer, buffer.detach().clone()) for buffer in self.module.buffers()]
         return self.module
 

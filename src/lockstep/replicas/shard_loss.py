@@ -111,13 +111,13 @@ class ShardLoss:
         """The summed loss of a shard, with random numbers as they come."""
         self.prepare(module, shard.X)
         output = self._output_of(module, shard)
-        loss_of = self._compiled_loss if self._is_compiled(shard) else self.function
-        with self.autocast():
-            found = summed(loss_of, "loss", output, shard.y, shard.num_samples)
         if self._checks_loss:
             self._checks_loss = False
             with self.autocast():
                 check_separable(self.function, output, shard.y, shard.num_samples)
+        loss_of = self._compiled_loss if self._is_compiled(shard) else self.function
+        with self.autocast():
+            found = summed(loss_of, "loss", output, shard.y, shard.num_samples)
         check_depends_on_parameters(found.total)
         return found
 

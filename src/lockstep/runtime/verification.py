@@ -176,7 +176,7 @@ class VerifiedSteps:
         raise Unverified(
             f"{said}{sure}. Nothing that the model or the loss keeps was seen to change: look for a device or memory "
             f"that fails (silent data corruption), for code that treats devices differently, or for random numbers "
-            f"that do not come from PyTorch."
+            f"of another library."
         )
 
 

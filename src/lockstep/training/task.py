@@ -45,7 +45,7 @@ class Task:
 
 
 def weight_decay_of(config: RunConfig) -> float:
-    """The weight decay that is set, or PyTorch's default."""
+    """The weight decay that is set, or the usual one of the optimizer."""
     if config.weight_decay is not None:
         return config.weight_decay
     return 0.01 if config.optimizer == "adamw" else 0.0
