@@ -1,5 +1,6 @@
 """`lockstep.Trainer`: training one step at a time, for a loop of the user's own."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -106,6 +107,7 @@ class Trainer:
                 self._balance = balance_for(config.balance)
                 self._steps = make_steps(config, self._engine, local, self._balance)
             self._held: list[HeldGradients] = []  # gradients that no update has used
+            self._unread: deque[StepResult] = deque()  # of steps that may be under way
             self._healing = Healing(config)
         except BaseException:
             self._undo.close()
@@ -127,8 +129,9 @@ class Trainer:
                 raise
             progress.step, progress.passes = progress.step + 1, progress.passes + 1
             result = StepResult(progress.step, found, future)
-            if not self._steps.max_in_flight:
-                _ = result.loss
+            self._unread.append(result)
+            while len(self._unread) > self._steps.max_in_flight:  # where losses come later, their memory is used again
+                _ = self._unread.popleft().loss
             self._compare_if_due()
         return result
 
