@@ -10,6 +10,7 @@ What is wrong in one or another edition of the text is mended here:
 import math
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from lockstep.backends import DEFAULT_BACKEND, Tensor, backend_of_all, devices_for, load_backend, named_devices
@@ -202,6 +203,7 @@ def evaluate_accuracy(
         return evaluate_batches(ReplicaSet(engine, replicas), batches, EVAL_BATCH_SIZE)["accuracy"]
 
 
+@lru_cache(maxsize=8)  # the same function again: frameworks that compile it do so once
 def _forward(net: Forward) -> Forward:
     """LeNet, or a function of the user's: for one rank at a time, as it may write to what all ranks have in common.
 
