@@ -14,7 +14,7 @@ from torch import nn
 
 import lockstep
 
-STEPS = 400  # of a round: two verifications
+STEPS = 800  # of a round: two verifications
 
 
 def make() -> nn.Module:
@@ -37,7 +37,7 @@ def main() -> None:
         lockstep.Trainer(make(), lr=0.01, devices=options.devices, verify_every=0) as plain,
     ):
         for trainer in (verified, plain):
-            for _ in range(STEPS // 4):  # the first steps have checks of their own
+            for _ in range(STEPS // 8):  # the first steps have checks of their own
                 trainer.step(batch)
         ratios = []
         for _ in range(options.rounds):

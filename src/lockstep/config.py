@@ -132,7 +132,7 @@ class RunConfig:
     keep_checkpoints: int = setting(3, "Checkpoints to keep: the newest ones.", limits={">=": 1})
     check_every: int = setting(100, "Steps between comparisons of the replicas; 0: never.", AGREED, limits={">=": 0})
     verify_every: int = setting(
-        200,
+        400,
         "Steps between verifications: every shard is computed once more, by another device, and compared. 0: never.",
         AGREED,
         limits={">=": 0},
