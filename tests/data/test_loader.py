@@ -175,6 +175,8 @@ def test_a_data_set_with_a_generator_of_its_own_is_refused(vectors):
         lockstep.train(model=nn.Linear(6, 3), data=Draws(vectors), devices=1, workers=0, **SETTINGS)
 
 
+# PyTorch's handler of SIGCHLD raises its error wherever the program is, at times in a callback of the garbage collector
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_worker_that_exits_ends_the_run_with_an_error(vectors):
     class Dies(Own):
         def __getitem__(self, i):
