@@ -90,17 +90,16 @@ def test_batches_of_any_form(kind):
         assert same_for_all(loop) == trainer.weights_sha256
 
 
-def test_accumulated_gradients_are_those_of_all_samples_and_an_average_is_kept():
+def test_accumulated_gradients_are_those_of_all_samples():
     def loop(k):
-        with lockstep.Trainer(net(), optimizer="adamw", lr=0.01, devices=k, ema=0.9) as trainer:
+        with lockstep.Trainer(net(), optimizer="adamw", lr=0.01, devices=k) as trainer:
             for _ in range(3):
                 for number in range(4):
                     trainer.gradients((X[32 * number : 32 * number + 32], Y[32 * number : 32 * number + 32]))
                 trainer.update()
-            average = {name: array.tobytes() for name, array in trainer.ema_weights().items()}
-            return trainer.num_steps, trainer.weights_sha256, average
+            return trainer.num_steps, trainer.weights_sha256
 
-    same_for_all(loop)
+    assert same_for_all(loop)[0] == 3
     plain, linear = nn.Linear(6, 3), nn.Linear(6, 3)
     plain.load_state_dict(linear.state_dict())
     with lockstep.Trainer(linear, lr=0.1, devices=2) as trainer:
@@ -111,6 +110,48 @@ def test_accumulated_gradients_are_those_of_all_samples_and_an_average_is_kept()
         F.cross_entropy(plain(X), Y).backward()
         optimizer.step()
         torch.testing.assert_close(trainer.module.weight, plain.weight, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("settings", [{}, {"clip_norm": 0.1}], ids=["plain", "clipped"])
+@pytest.mark.parametrize("k", DEVICES)
+def test_a_step_is_its_gradients_and_the_update(k, settings):
+    how = {"optimizer": "adam", "lr": 0.01, "devices": k, **settings}
+    with lockstep.Trainer(net(), **how) as at_once, lockstep.Trainer(net(), **how) as apart:
+        for batch in batches(1):
+            loss = at_once.step(batch).loss
+            assert apart.gradients(batch).loss == loss
+            apart.update()
+        assert at_once.weights_sha256 == apart.weights_sha256
+
+
+@pytest.mark.parametrize("how", ["step", "gradients"])
+def test_the_average_is_one_of_weights_and_merged_buffers(how):
+    def loop(k):
+        with lockstep.Trainer(net(), optimizer="adamw", lr=0.01, devices=k, ema=0.9) as trainer:
+            expected = {name: torch.from_numpy(array).clone() for name, array in trainer.weights().items()}
+            for batch in batches(1):
+                if how == "step":
+                    trainer.step(batch)
+                else:
+                    trainer.gradients(batch)
+                    trainer.update()
+                for name, array in trainer.weights().items():
+                    new = torch.from_numpy(array)
+                    expected[name] = expected[name].lerp(new, 0.1) if new.is_floating_point() else new.clone()
+            average = trainer.ema_weights()
+        assert {n: a.tobytes() for n, a in average.items()} == {n: t.numpy().tobytes() for n, t in expected.items()}
+        return average["1.running_mean"].tobytes()
+
+    assert len(same_for_all(loop)) == 64
+
+
+def test_the_average_of_a_whole_run_is_the_same_for_any_devices():
+    def run(k):
+        how = {"batch_size": 32, "num_epochs": 2, "quiet": True, "lr": 0.1}
+        result = lockstep.train(k, model=net(), data=(X.numpy(), Y.numpy()), ema=0.9, **how)
+        return {name: array.tobytes() for name, array in result.ema.items()}
+
+    assert set(same_for_all(run)) == set(net().state_dict())
 
 
 def test_sharpness_aware_minimization_with_the_functions_of_a_trainer():
@@ -137,10 +178,12 @@ def test_sharpness_aware_minimization_with_the_functions_of_a_trainer():
                 trainer.update()
             return trainer.weights_sha256
 
-    same_for_all(loop)
+    first, *others = [loop(k) for k in DEVICES]
+    assert others == [first, first]
 
 
-def test_two_trainers_that_see_each_other(tmp_path):
+@pytest.mark.parametrize("batch_norm", ["shard", "sync"])
+def test_two_trainers_that_see_each_other(tmp_path, batch_norm):
     def bce(scores, y):
         return F.binary_cross_entropy_with_logits(scores.squeeze(1), y, reduction="none")
 
@@ -148,7 +191,7 @@ def test_two_trainers_that_see_each_other(tmp_path):
         torch.manual_seed(1)
         generator = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 6))
         discriminator = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.LeakyReLU(), nn.Linear(16, 1))
-        how = {"optimizer": "adam", "lr": 1e-3, "devices": k}
+        how = {"optimizer": "adam", "lr": 1e-3, "devices": k, "batch_norm": batch_norm}
         with (
             lockstep.Trainer(discriminator, loss=bce, **how) as critic,
             lockstep.Trainer(generator, loss=lambda fake, y: bce(critic.module(fake), y), **how) as artist,
@@ -164,7 +207,8 @@ def test_two_trainers_that_see_each_other(tmp_path):
             weights = [*critic.weights().values(), *artist.weights().values()]
             return [array.tobytes() for array in weights]
 
-    same_for_all(loop)
+    first, *others = [loop(k) for k in DEVICES]
+    assert others == [first, first]
 
 
 def test_activation_checkpointing_with_dropout_draws_the_same_numbers_again():

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 import lockstep
 from lockstep.core.errors import LockstepError
+from lockstep.core.this_thread import THIS_THREAD
 from lockstep.replicas.hidden_state import changed, state_of
 from lockstep.replicas.module import ModuleReplica
-from lockstep.runtime.rank_thread import CURRENT
 
 X = np.random.RandomState(0).standard_normal((96, 6)).astype(np.float32)
 Y = np.arange(96) % 3
@@ -189,7 +189,7 @@ def flip_a_bit(monkeypatch, rank, step):
 
     def leaf_of(self, shard):
         leaf = original(self, shard)
-        if getattr(CURRENT, "rank", 0) == rank and self._step == step and left[0]:
+        if THIS_THREAD.rank == rank and self._step == step and left[0]:
             left[0] -= 1
             gradient = leaf.gradient.flat() if hasattr(leaf.gradient, "flat") else leaf.gradient
             gradient.view(torch.int32)[3] ^= 1 << 5

@@ -15,12 +15,11 @@ from lockstep.backends.malloc import freed_memory_kept
 from lockstep.backends.process_settings import one_at_a_time
 from lockstep.backends.torch_attention import deterministic_attention
 from lockstep.core.device import Device
+from lockstep.core.this_thread import THIS_THREAD
 
 # Held while the process's random number generators are replaced, and meanwhile code may be compiled, for which PyTorch
 # saves and restores them: the threads of all ranks have the same.
 DEFAULT_GENERATORS = threading.RLock()
-# of this thread: `keyed`, the random numbers of the shard that it computes; `num_lent`, how often it was lent a module
-LOCAL = threading.local()
 
 
 @contextmanager
@@ -74,13 +73,13 @@ def deterministic_session(devices: list[Device]) -> Iterator[None]:
 
 def _get_rng_state(original: Callable[[], torch.Tensor]) -> torch.Tensor:
     """Activation checkpointing asks for it in the forward pass: a shard has numbers of its own."""
-    keyed = getattr(LOCAL, "keyed", None)
+    keyed = THIS_THREAD.keyed
     return original() if keyed is None else keyed.get_host_state()
 
 
 def _set_rng_state(original: Callable[[torch.Tensor], None], state: torch.Tensor) -> None:
     """And puts it back when it computes the same again in the backward pass."""
-    keyed = getattr(LOCAL, "keyed", None)
+    keyed = THIS_THREAD.keyed
     (original if keyed is None else keyed.set_host_state)(state)
 
 

@@ -111,10 +111,6 @@ class FlatReplica(Capturable):
     def changed_state(self, before: dict[str, str]) -> list[str]:
         return []
 
-    def kept_total(self, total: Tensor) -> Tensor:
-        backend = self._spec.backend
-        return backend.from_numpy(backend.to_numpy(total).copy(), backend.device_of(total))
-
     def state_dict(self) -> Any:
         return {"optimizer": [self._spec.backend.to_numpy(vector).copy() for vector in self._state]}
 

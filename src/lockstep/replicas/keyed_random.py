@@ -18,8 +18,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.backends.torch_session import DEFAULT_GENERATORS, LOCAL
+from lockstep.backends.torch_session import DEFAULT_GENERATORS
 from lockstep.core.errors import RunError
+from lockstep.core.this_thread import THIS_THREAD
 
 SEEDED = torch.Tag.nondeterministic_seeded  # the tag of an operation that draws
 NATIVE_DROPOUT = torch.ops.aten.native_dropout.default
@@ -77,11 +78,11 @@ class KeyedRandom(TorchDispatchMode):
         return self
 
     def __enter__(self) -> Any:
-        LOCAL.keyed, self._outer = self, getattr(LOCAL, "keyed", None)
+        THIS_THREAD.keyed, self._outer = self, THIS_THREAD.keyed
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        LOCAL.keyed = self._outer
+        THIS_THREAD.keyed = self._outer
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -224,11 +225,11 @@ class NoDraws(TorchFunctionMode):
         self._random = random
 
     def __enter__(self) -> Any:
-        LOCAL.keyed, self._outer = self._random, getattr(LOCAL, "keyed", None)
+        THIS_THREAD.keyed, self._outer = self._random, THIS_THREAD.keyed
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        LOCAL.keyed = self._outer
+        THIS_THREAD.keyed = self._outer
         if self._random is not None:
             self._random.is_restored = False
         super().__exit__(*error)

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.backends.torch_session import LOCAL
 from lockstep.core.errors import RunError
+from lockstep.core.this_thread import THIS_THREAD
 from lockstep.data.dataset import map_leaves
 from lockstep.models.losses import PerSample
 
@@ -18,7 +18,7 @@ def check_separable(loss: PerSample, output: Any, y: Any, num_samples: int) -> N
     if num_samples < 2:
         return
     cut = num_samples - num_samples // 2
-    before, num_lent = torch.get_rng_state(), getattr(LOCAL, "num_lent", 0)
+    before, num_lent = torch.get_rng_state(), THIS_THREAD.num_lent
     try:
         with torch.no_grad():
             whole = loss(*_part(output, y, num_samples, slice(0, num_samples)))
@@ -26,7 +26,7 @@ def check_separable(loss: PerSample, output: Any, y: Any, num_samples: int) -> N
             again = loss(*_part(output, y, num_samples, slice(0, num_samples)))
     except Exception:  # it may need them all: the step itself says what is wrong
         return
-    if num_lent != getattr(LOCAL, "num_lent", 0):  # the loss uses another model, whose norm layers may see all samples
+    if num_lent != THIS_THREAD.num_lent:  # the loss uses another model, whose norm layers may see all samples
         return
     if not torch.equal(before, torch.get_rng_state()) or not _is_the_same(whole, [again], tolerance=0.0):
         return

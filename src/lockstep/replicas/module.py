@@ -2,15 +2,15 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial, reduce
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.backends import Pieces, flat
 from lockstep.backends.torch import plain_errors, torch_device
-from lockstep.backends.torch_session import LOCAL, start_thread, use_tf32
+from lockstep.backends.torch_session import start_thread, use_tf32
 from lockstep.core.device import Device
 from lockstep.core.errors import RunError
 from lockstep.core.layout import Array, Layout, sha256_of
@@ -21,8 +21,10 @@ from lockstep.models.losses import LossSum, summed
 from lockstep.optim.torch_on_gpu import GpuOptimizer
 from lockstep.replicas import module_state
 from lockstep.replicas.batch_loss import BatchLoss
+from lockstep.replicas.buffers import BufferUpdates
 from lockstep.replicas.gradients import Gradients
 from lockstep.replicas.hidden_state import changed, state_of
+from lockstep.replicas.lent_module import LentModule
 from lockstep.replicas.optimizer_state import optimizer_state, restore_optimizer
 from lockstep.replicas.replica import AllGatherTensors, BatchSummary, Leaf, Shard
 from lockstep.replicas.shard_loss import ShardLoss
@@ -30,6 +32,18 @@ from lockstep.replicas.shard_module import ShardModule
 from lockstep.replicas.sync_batch_norm import SyncBatchNorm
 from lockstep.replicas.train_spec import TrainSpec
 from lockstep.replicas.weight_average import WeightAverage
+
+
+class HeldSum(NamedTuple):
+    """Gradients before an update, summed over one batch or several; parameters with the numbers `used` got some."""
+
+    total: Tensor
+    divisor: float
+    used: frozenset[int]
+
+    def plus(self, other: "HeldSum") -> "HeldSum":
+        """Of the batches of both."""
+        return HeldSum(self.total + other.total, self.divisor + other.divisor, self.used | other.used)
 
 
 class ModuleReplica:
@@ -64,8 +78,8 @@ class ModuleReplica:
         self._pinned = module_state.PinnedCopies(self._device)
         self._in_eval_mode = module_state.modules_in_eval_mode(spec.module)
         self._step = 0  # the step that the buffers are prepared for
-        self._held: list[tuple[Tensor, float, frozenset[int]]] = []  # sums of gradients before an update, their divisor
-        self._lent: list[tuple[Tensor, Tensor]] = []  # buffers, and their values before the module was lent
+        self._held: HeldSum | None = None  # gradients before an update
+        self._lent = LentModule(self.module)
         self._average = WeightAverage(self.module, spec.ema) if spec.ema is not None else None
         if self._average is not None and state_dict is not None:
             self._average.load(state_dict["ema"])
@@ -83,7 +97,7 @@ class ModuleReplica:
         self.module.train()
         module_state.put_in_eval_mode(self.module, self._in_eval_mode)
         self._gradients.clear()  # another model's loss may have gone through this one
-        self._put_back_lent()
+        self._lent.take_back()
         trained = [id(param) for param in self.module.parameters() if param.requires_grad]
         if trained != [id(param) for param in self._params]:
             raise RunError("The module changed which parameters are trained (requires_grad) in mid-run. Do it before.")
@@ -99,8 +113,7 @@ class ModuleReplica:
             with plain_errors(self._device.type), self._gradients.watch_originals():
                 found = self._batch_loss.forward_backward(self._own, shards, all_gather)
             return [
-                self._leaf_with(r.loss, r.gradients, self._gradients.flat(r.gradients), self._own, r.buffers)
-                for r in found
+                self._leaf(r.loss, r.gradients, self._gradients.flat(r.gradients), self._own, r.buffers) for r in found
             ]
         if self._sync is None:
             return [self._leaf_of(shard) for shard in shards]
@@ -118,18 +131,15 @@ class ModuleReplica:
         return self._leaf(loss, gradients, vector, self._own)
 
     def _leaf(
-        self, loss: LossSum, gradients: list[Tensor | None], vector: Tensor | Pieces, computed: ShardModule
-    ) -> Leaf:
-        return self._leaf_with(loss, gradients, vector, computed, computed.buffers.updates())
-
-    def _leaf_with(
         self,
         loss: LossSum,
         gradients: list[Tensor | None],
         vector: Tensor | Pieces,
         computed: ShardModule,
-        updates: Any,
+        updates: BufferUpdates | None = None,
     ) -> Leaf:
+        if updates is None:
+            updates = computed.buffers.updates()
         if self._losses.is_first_step:
             computed.check_attributes()
         used = frozenset(number for number, gradient in enumerate(gradients) if gradient is not None)
@@ -153,15 +163,15 @@ class ModuleReplica:
 
     def apply_update(self, total: Tensor, batch: BatchSummary) -> None:
         """The device's part."""
-        gradient = total / divisor_of(batch)  # the only division, by the samples of the whole batch, or their weights
-        if self._spec.clip_norm is not None:
-            norm = torch.linalg.vector_norm(gradient)
-            gradient = gradient * (self._spec.clip_norm / (norm + 1e-6)).clamp(max=1.0)
-        self._gradients.put(gradient, batch.used)
-        self._step_optimizer()
+        # the only division, by the samples of the whole batch, or their weights
+        self._gradients.put(total / divisor_of(batch), batch.used)
         self._buffers.merge(batch.buffers, batch.shard_sizes)
+        self._step_optimizer()
 
     def _step_optimizer(self) -> None:
+        """By the gradients that are in the parameters, with the buffers that the batch has left."""
+        if self._spec.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self._params, self._spec.clip_norm)
         with self._random, self._gpu_optimizer.rates_on_device() if self._gpu_optimizer else nullcontext():
             self._optimizer.step()
         self._gradients.clear()
@@ -179,43 +189,31 @@ class ModuleReplica:
 
         The update comes later, or never.
         """
-        self._held.append((total.clone(), divisor_of(batch), batch.used))
-        total = reduce(torch.add, (held for held, _, _ in self._held))
-        divisor, used = sum(divisor for _, divisor, _ in self._held), frozenset().union(*(u for _, _, u in self._held))
-        self._held = [(total, divisor, used)]
-        self._gradients.put(total / divisor, used)
+        held = HeldSum(total.clone(), divisor_of(batch), batch.used)
+        self._held = held = held if self._held is None else self._held.plus(held)
+        self._gradients.put(held.total / held.divisor, held.used)
         self._buffers.merge(batch.buffers, batch.shard_sizes)
         self._is_unfinished = False
 
     def update_held(self, step: int) -> None:
         """The update by the gradients that are in the parameters now."""
         self.begin_update(step)
-        if self._spec.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self._params, self._spec.clip_norm)
         self._step_optimizer()
         self.end_update()
-        self._held = []
+        self._held = None
 
     def drop_held(self) -> None:
         """Forgets the gradients that are held."""
-        self._held = []
+        self._held = None
         self._gradients.clear()
 
     def lent(self) -> nn.Module:
-        """The module for a forward pass of somebody else, which is not to change its buffers: they are put back."""
-        self._undo_unfinished_step()
-        LOCAL.num_lent = getattr(LOCAL, "num_lent", 0) + 1
-        self._lent = [(buffer, buffer.detach().clone()) for buffer in self.module.buffers()]
-        return self.module
-
-    def _put_back_lent(self) -> None:
-        for buffer, before in self._lent:
-            if not torch.equal(buffer, before):
-                buffer.copy_(before)
-        self._lent = []
+        """The module for a forward pass of somebody else, which does not change its buffers."""
+        self.undo_step()
+        return self._lent.lend()
 
     def measure(self, X: Any, y: Any) -> dict[str, list[float]]:
-        self._put_back_lent()
+        self._lent.take_back()
         self.module.eval()
         num_samples = next(len(leaf) for leaf in leaves_of((y, X)) if isinstance(leaf, Tensor) and leaf.ndim)
         metrics = {n: (f"metric {n}", m) for n, m in self._spec.metrics.items()}
@@ -230,12 +228,12 @@ class ModuleReplica:
         return {n: [float(s.total), num_samples if s.weight is None else float(s.weight)] for n, s in sums.items()}
 
     def arrays(self) -> dict[str, Array]:
-        self._undo_unfinished_step()
+        self.undo_step()
         return module_state.arrays_of(self.module)
 
     def snapshot(self) -> Callable[[], dict[str, Array]]:
         if self._device.type == "cuda":
-            self._undo_unfinished_step()
+            self.undo_step()
             return self._pinned.take(module_state.saved_tensors(self.module))
         return partial(dict, self.arrays())
 
@@ -245,13 +243,10 @@ class ModuleReplica:
     def fingerprints(self) -> dict[str, str]:
         if self._device.type == "cpu":
             return {name: sha256_of([array]) for name, array in self.arrays().items()}
-        self._undo_unfinished_step()
+        self.undo_step()
         tensors = module_state.saved_tensors(self.module)
         sums = torch.stack([module_state.checksum(tensor) for tensor in tensors.values()])  # on the device
         return dict(zip(tensors, map(str, sums.tolist()), strict=True))
-
-    def undo_step(self) -> None:
-        self._undo_unfinished_step()
 
     def digest(self, leaf: Leaf) -> dict[str, Any]:
         pieces = flat(leaf.gradient).split(self._layout.pieces)[::2]
@@ -268,11 +263,8 @@ class ModuleReplica:
     def changed_state(self, before: dict[str, str]) -> list[str]:
         return changed(before, self.kept_state())
 
-    def kept_total(self, total: Tensor) -> Tensor:
-        return total.clone()
-
     def state_dict(self) -> Any:
-        self._undo_unfinished_step()
+        self.undo_step()
         saved = module_state.saved_tensors(self.module)
         others = {n: module_state.to_numpy(b) for n, b in self.module.named_buffers() if n not in saved}
         average = {} if self._average is None else {"ema": self._average.arrays()}
@@ -282,8 +274,8 @@ class ModuleReplica:
         """The moving average of parameters and buffers, where there is one."""
         return {} if self._average is None else self._average.arrays()
 
-    def _undo_unfinished_step(self) -> None:
-        self._put_back_lent()
+    def undo_step(self) -> None:
+        self._lent.take_back()
         if self._is_unfinished:
             self._buffers.rewind()
 

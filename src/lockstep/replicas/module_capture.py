@@ -36,7 +36,7 @@ class CapturableModuleReplica(ModuleReplica, Capturable):
             for computed in (self._own, *self._clones.values()):
                 computed.buffers.stop_comparing()
         else:
-            self._undo_unfinished_step()
+            self.undo_step()
         self._is_captured, self._step = True, 0
         self.begin_step(step)
 
@@ -46,7 +46,7 @@ class CapturableModuleReplica(ModuleReplica, Capturable):
         self._is_unfinished, self._step = True, step
 
     def discard_capture(self) -> None:
-        self._undo_unfinished_step()
+        self.undo_step()
         self._clones = {}
         self._is_captured, self._is_unfinished, self._step = False, False, 0
 

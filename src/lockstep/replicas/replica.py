@@ -93,9 +93,6 @@ class Replica(Protocol):
     def changed_state(self, before: dict[str, str]) -> list[str]:
         """The names of what has changed of that since."""
 
-    def kept_total(self, total: Tensor) -> Tensor:
-        """A copy of the sum of all gradients, for an update that comes later."""
-
     def state_dict(self) -> Any:
         """What else a new replica needs to continue, as plain values and arrays: the optimizer's state."""
 

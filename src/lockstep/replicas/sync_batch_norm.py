@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from lockstep.core.errors import RunError
+from lockstep.core.this_thread import THIS_THREAD
 from lockstep.models.losses import LossSum
 from lockstep.replicas.keyed_random import KeyedRandom, NoDraws
 from lockstep.replicas.replica import AllGatherTensors, Shard
@@ -48,7 +49,7 @@ class ShardForward:
         self.loss: LossSum | None = None  # until it is through the model
         self._error: BaseException | None = None
         self._resumed, self._paused = threading.Semaphore(0), threading.Semaphore(0)
-        self._is_cancelled = False
+        self._is_cancelled, self._rank = False, THIS_THREAD.rank
         self._thread = threading.Thread(target=self._run, args=(forward, start_thread), daemon=True)
         self._thread.start()
 
@@ -57,7 +58,7 @@ class ShardForward:
         try:
             if not self._is_cancelled:
                 start_thread()
-                LOCAL.shard = self
+                LOCAL.shard, THIS_THREAD.rank = self, self._rank
                 self.loss = forward()
         except BaseException as problem:
             self._error = problem

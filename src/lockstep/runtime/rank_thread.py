@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
 
-CURRENT = threading.local()  # `rank`: of the thread that asks, where it works for one
+from lockstep.core.this_thread import THIS_THREAD
 
 
 class RankThread:
@@ -31,7 +31,7 @@ class RankThread:
             self.thread.join()
 
     def _run(self) -> None:
-        CURRENT.rank = self._rank
+        THIS_THREAD.rank = self._rank
         while (given := self._tasks.get()) is not None:
             future, work, arguments = given
             try:

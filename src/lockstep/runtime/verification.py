@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from lockstep.backends import LossFuture, Tensor
+from lockstep.backends import Backend, LossFuture, Tensor
 from lockstep.core.device import Device
 from lockstep.core.errors import RunError
 from lockstep.data.batch import Batch
@@ -110,7 +110,7 @@ class VerifiedSteps:
         if self._options.shards_together:
             self._compare(step, batch, self._observed_twice(step, batch))
             return self._steps.run(step, batch)
-        observed = [Observed(replica) for replica in self._replicas]
+        observed = [Observed(replica, engine.backend) for replica in self._replicas]
         future = train_step(engine, observed, self._options, self._balance, step, batch)
 
         def work(rank: int, device: Device, own: Observed) -> list[list[Any]]:
@@ -123,7 +123,7 @@ class VerifiedSteps:
 
     def _observed_twice(self, step: int, batch: Batch) -> list[list[list[Any]]]:
         """What all shards give in a step without an update, and in the same once more."""
-        observed = [Observed(replica) for replica in self._replicas]
+        observed = [Observed(replica, self._engine.backend) for replica in self._replicas]
         for _ in range(2):
             train_step(self._engine, observed, self._options, self._balance, step, batch)
             self._engine.each(PHASE, lambda rank, device, replica: replica.undo_step(), self._replicas)
@@ -183,8 +183,8 @@ class VerifiedSteps:
 class Observed:
     """A replica in a step that is verified: it remembers what its shards gave, and its update waits."""
 
-    def __init__(self, replica: Replica) -> None:
-        self.replica = replica
+    def __init__(self, replica: Replica, backend: Backend) -> None:
+        self.replica, self._backend = replica, backend
         self.digests: list[list[Any]] = []  # number and digest of each shard
         self._waiting: tuple[int, Tensor, BatchSummary] | None = None
 
@@ -199,7 +199,8 @@ class Observed:
 
     def update(self, step: int, total: Tensor, batch: BatchSummary) -> None:
         """Comes later."""
-        self._waiting = step, self.replica.kept_total(total), batch
+        own = self._backend.copy_to(total, self._backend.device_of(total))  # its memory is used again
+        self._waiting = step, own, batch
 
     def update_now(self) -> None:
         """The update that has waited."""

@@ -14,6 +14,7 @@ from lockstep.core.errors import ConfigError, RunError
 from lockstep.core.layout import Array, sha256_of
 from lockstep.core.serialization import CorruptData
 from lockstep.core.settings import IDENTITY
+from lockstep.core.this_thread import THIS_THREAD
 from lockstep.data.given_batch import GivenBatches
 from lockstep.optim.lr_schedule import LRSchedule
 from lockstep.partition.balance import balance_for
@@ -21,7 +22,6 @@ from lockstep.replicas.module import ModuleReplica
 from lockstep.replicas.module_capture import CapturableModuleReplica
 from lockstep.replicas.module_state import arrays_of
 from lockstep.report.runlog import what_to_do, write_whole
-from lockstep.runtime.rank_thread import CURRENT
 from lockstep.runtime.step import EagerSteps, StepOptions
 from lockstep.runtime.verification import Unverified
 from lockstep.training.checkpoint import Checkpoint, Progress, check_same_run, made_with, unpacked
@@ -198,7 +198,7 @@ class Trainer:
     def module(self) -> nn.Module:
         """The replica of the device that asks: in a loss or another trainer's step its own, else that of the first."""
         replicas: list[ModuleReplica] = self._replicas.local  # type: ignore[assignment]
-        rank = getattr(CURRENT, "rank", 0)
+        rank = THIS_THREAD.rank
         return replicas[rank if rank < len(replicas) else 0].lent()
 
     def trained_module(self) -> nn.Module:
