@@ -335,3 +335,15 @@ def test_every_test_sample_is_counted_once_on_any_number_of_devices(few):
         devices = [f"cpu:{i}" for i in range(k)]
         accuracy = lockstep.evaluate_accuracy(X, y, [lockstep.get_params(params, d) for d in devices], devices)
         assert accuracy == (1037 - len(wrong)) / 1037
+
+
+def test_a_net_need_not_be_hashable():
+    class Net:
+        __hash__ = None
+
+        def __call__(self, X, params):
+            return X.flatten(1) @ params[0]
+
+    weights = [lockstep.get_params([torch.zeros(4, 3)], device) for device in TWO]
+    lockstep.train_batch(torch.ones(6, 4), torch.arange(6) % 3, weights, TWO, lr=0.1, net=Net())
+    assert torch.equal(weights[0][0], weights[1][0])

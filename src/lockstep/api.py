@@ -9,8 +9,8 @@ What is wrong in one or another edition of the text is mended here:
 
 import math
 import threading
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 from lockstep.backends import DEFAULT_BACKEND, Tensor, backend_of_all, devices_for, load_backend, named_devices
@@ -203,18 +203,30 @@ def evaluate_accuracy(
         return evaluate_batches(ReplicaSet(engine, replicas), batches, EVAL_BATCH_SIZE)["accuracy"]
 
 
-@lru_cache(maxsize=8)  # the same function again: frameworks that compile it do so once
 def _forward(net: Forward) -> Forward:
-    """LeNet, or a function of the user's: for one rank at a time, as it may write to what all ranks have in common.
+    """LeNet, or a function of the user's; the same function again is compiled once, where the framework compiles."""
+    if net is lenet:
+        return faster(net)
+    found = next((each for each in RECENT if each.net is net), None)
+    if found is None:
+        RECENT.append(found := OneAtATime(net))
+    return found
+
+
+class OneAtATime:
+    """A function for one rank at a time, as it may write to what all ranks have in common.
 
     (A functional call of a module does: it puts the parameters into the module, and takes them out again.)
     """
-    if net is lenet:
-        return faster(net)
-    lock = threading.Lock()
 
-    def forward(X: Tensor, params: list[Tensor]) -> Tensor:
-        with lock:
-            return net(X, params)
+    _lock = threading.Lock()  # of all: two functions may use one module
 
-    return forward
+    def __init__(self, net: Forward) -> None:
+        self.net = net
+
+    def __call__(self, X: Tensor, params: list[Tensor]) -> Tensor:
+        with self._lock:
+            return self.net(X, params)
+
+
+RECENT: deque[OneAtATime] = deque(maxlen=8)

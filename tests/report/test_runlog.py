@@ -220,6 +220,14 @@ def test_a_new_folder_is_named_after_the_run_and_the_time_and_never_exists(tmp_p
     assert names_in(tmp_path / "runs" / f"{first.name}-3") == ["kept"]
 
 
+def test_under_torchrun_one_rank_makes_the_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runlog, "prints_result", lambda: False)
+    with new_folder("lenet") as folder:
+        assert folder.parent == Path("runs")
+        assert names_in(tmp_path) == []
+
+
 @pytest.mark.parametrize("num_epochs", [1, 2])
 def test_a_run_that_stops_writes_its_curve_and_weights(tmp_path, make_started, make_stopped, num_epochs):
     log, stopped = RunLog(tmp_path), make_stopped(num_epochs)

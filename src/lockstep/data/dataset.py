@@ -55,6 +55,13 @@ class Dataset:
         return 0 if leaves_of(self.X_train)[0].dtype == np.uint8 else _largest(self.X_train, self.X_test) + 1
 
 
+def pair_of(given: Any) -> tuple[Any, Any] | None:
+    """A sample or a batch as (inputs, target), of (input, target) or (input, ..., target); None where it is neither."""
+    if not isinstance(given, (tuple, list)) or len(given) < 2:
+        return None
+    return given[0] if len(given) == 2 else tuple(given[:-1]), given[-1]
+
+
 def leaves_of(samples: Nested | None) -> list[Array]:
     """The arrays in `samples`, in order; None holds none."""
     match samples:

@@ -11,7 +11,7 @@ from torch import Tensor
 from lockstep.backends.torch import torch_device
 from lockstep.core.errors import DataError
 from lockstep.data.batch import Batch, DeviceMemory, StaticBatch
-from lockstep.data.dataset import leaves_of
+from lockstep.data.dataset import leaves_of, pair_of
 from lockstep.data.static_input import LoadShard, StaticInput, static_batch
 
 FORMS = "Give (inputs, target), (input, ..., target), or a dict with the model's arguments by name"
@@ -51,9 +51,9 @@ class GivenBatches:
 def _inputs_and_target(given: Any) -> tuple[Any, Any]:
     if isinstance(given, Mapping):
         return (plain := dict(given)), plain
-    if isinstance(given, (tuple, list)) and len(given) >= 2:
-        return given[0] if len(given) == 2 else tuple(given[:-1]), given[-1]
-    raise DataError(f"The batch is a {type(given).__name__}. {FORMS}.")
+    if (found := pair_of(given)) is None:
+        raise DataError(f"The batch is a {type(given).__name__}. {FORMS}.")
+    return found
 
 
 def _num_samples(tensors: list[Any]) -> int:

@@ -23,7 +23,7 @@ from lockstep.core.layout import Array
 from lockstep.core.random import AUGMENTATION
 from lockstep.core.source_lines import user_source_line
 from lockstep.data.batch import Batch, DeviceMemory, Split, StaticBatch
-from lockstep.data.dataset import FORMS, leaves_of, map_leaves
+from lockstep.data.dataset import FORMS, leaves_of, map_leaves, pair_of
 from lockstep.data.seeded import seeded
 from lockstep.data.static_input import LoadShard, StaticInput, static_batch
 from lockstep.partition.ranks import split_over_ranks
@@ -162,7 +162,7 @@ class Loader:
             if not isinstance(tensor, torch.Tensor):
                 return tensor  # like a string: carried along
             dtype = torch.float32 if tensor.dtype == torch.float64 else tensor.dtype  # as with arrays
-            return tensor[: stop - start].to(device, dtype, copy=True)
+            return (tensor[: stop - start] if tensor.ndim else tensor).to(device, dtype, copy=True)
 
         loaded = load(start, stop)
         if isinstance(loaded, dict):
@@ -232,10 +232,10 @@ def _inputs_and_target(sample: Any, is_checked: bool) -> Any:
         return sample
     if isinstance(sample, Mapping):
         return {name: _tensor(part) for name, part in sample.items()}
-    if not isinstance(sample, (tuple, list)) or len(sample) < 2:
+    if (found := pair_of(sample)) is None:
         kind = type(sample).__name__
         raise TypeError(f"it is a {kind}, and must be a pair (the model's input, the target), more inputs, or a dict")
-    return tuple(sample) if len(sample) == 2 else (tuple(sample[:-1]), sample[-1])
+    return found
 
 
 def _tensor(part: Any) -> Any:
@@ -247,9 +247,9 @@ def _plain(shard: Any) -> Any:
     """What a collate_fn made of a shard: a dict, or a pair."""
     if isinstance(shard, Mapping):
         return dict(shard)
-    if not isinstance(shard, (tuple, list)) or len(shard) < 2:
+    if (found := pair_of(shard)) is None:
         raise TypeError(f"collate_fn returned a {type(shard).__name__}, and must return a dict or (inputs, target)")
-    return tuple(shard) if len(shard) == 2 else (tuple(shard[:-1]), shard[-1])
+    return found
 
 
 def _sentence(problem: BaseException) -> str:

@@ -81,6 +81,8 @@ class StaticInput:
         if stage.is_full is not None:
             stage.is_free = torch.cuda.current_stream(self._device).record_event()
 
-    def _put(self, tensor: Tensor) -> Tensor:
+    def _put(self, tensor: Any) -> Tensor:
+        if not isinstance(tensor, Tensor):
+            raise CaptureError("a batch holds more than tensors")
         dtype = torch.float32 if tensor.dtype == torch.float64 else tensor.dtype  # as with arrays
         return tensor.to(self._device, dtype, copy=True)

@@ -43,18 +43,18 @@ def _cross_entropy_of_rows(scores: Tensor, y: Tensor) -> Tensor:
 
 def mse(predicted: Any, y: Tensor) -> Tensor:
     """The squared difference, as a mean over the entries of a sample."""
-    return _over_positions(F.mse_loss(_shaped_like(first(predicted), y), y, reduction="none"))
+    return _over_positions(F.mse_loss(shaped_like(first(predicted), y), y, reduction="none"))
 
 
 def l1(predicted: Any, y: Tensor) -> Tensor:
     """The absolute difference, as a mean over the entries of a sample."""
-    return _over_positions(F.l1_loss(_shaped_like(first(predicted), y), y, reduction="none"))
+    return _over_positions(F.l1_loss(shaped_like(first(predicted), y), y, reduction="none"))
 
 
 def bce(scores: Any, y: Tensor) -> Tensor:
     """Binary cross-entropy, from scores before the sigmoid, as a mean over the entries of a sample."""
     y = y.float()
-    return _over_positions(F.binary_cross_entropy_with_logits(_shaped_like(first(scores), y), y, reduction="none"))
+    return _over_positions(F.binary_cross_entropy_with_logits(shaped_like(first(scores), y), y, reduction="none"))
 
 
 def accuracy(scores: Any, y: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ def _over_positions(values: Tensor, counts: Tensor | None = None) -> Tensor:
     return (values * counts).flatten(1).sum(dim=1) / counts.flatten(1).sum(dim=1).clamp(min=1)
 
 
-def _shaped_like(predicted: Tensor, y: Tensor) -> Tensor:
+def shaped_like(predicted: Tensor, y: Tensor) -> Tensor:
     """The prediction in the shape of its target. Other shapes are refused, which PyTorch would broadcast."""
     if {predicted.shape, y.shape} == {y.shape[:1], (*y.shape[:1], 1)}:  # a column and a vector
         return predicted.reshape(y.shape)

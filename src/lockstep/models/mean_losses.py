@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.models.losses import first
+from lockstep.models.losses import first, shaped_like
 
 BY_LABEL = (nn.CrossEntropyLoss, nn.NLLLoss)
 BY_ENTRY = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.KLDivLoss)
@@ -14,16 +14,16 @@ BY_ENTRY = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn
 
 def with_exact_mean(loss: Any) -> Any:
     """The loss, where it is no such module; else one that gives the pair (sum, weight)."""
-    is_mean = getattr(loss, "reduction", "") == "mean"
-    return SumAndWeight(loss) if is_mean and isinstance(loss, (*BY_LABEL, *BY_ENTRY)) else loss
+    is_mean = getattr(loss, "reduction", "") in ("mean", "batchmean")
+    return SumAndWeight(loss) if is_mean and type(loss) in (*BY_LABEL, *BY_ENTRY) else loss  # not one's own subclasses
 
 
 class SumAndWeight(nn.Module):
-    """A loss module with reduction="mean", in two parts."""
+    """A loss module with reduction="mean" or "batchmean", in two parts."""
 
     def __init__(self, loss: nn.Module) -> None:
         super().__init__()
-        self._sum = copy.deepcopy(loss)
+        self._sum, self._is_per_sample = copy.deepcopy(loss), loss.reduction == "batchmean"
         self._sum.reduction = "sum"
 
     def forward(self, output: Any, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -34,5 +34,8 @@ class SumAndWeight(nn.Module):
             weights = self._sum.weight
             share = counted if weights is None else torch.where(counted, weights[torch.where(counted, y, 0)], 0.0)
             return self._sum(scores, y), share.sum(dtype=torch.float64)
-        num_entries = y.numel() // (y.shape[1] if isinstance(self._sum, BY_LABEL) else 1)
-        return self._sum(scores, y), torch.tensor(num_entries, dtype=torch.float64)
+        if isinstance(self._sum, BY_LABEL):
+            count = y.numel() // y.shape[1]  # soft labels
+        else:
+            count, scores = len(y) if self._is_per_sample else y.numel(), shaped_like(scores, y)
+        return self._sum(scores, y), torch.tensor(count, dtype=torch.float64)

@@ -47,7 +47,7 @@ class ModelLoss:
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def find_weight(self, module: nn.Module, batch: Any) -> None:
-        """Finds out what the loss is a mean over, from one sample of a batch."""
+        """Finds out what the loss is a mean over, from a few samples of a batch."""
         if self._weight is not None:
             return
         if not isinstance(batch, Mapping):
@@ -57,8 +57,11 @@ class ModelLoss:
             )
         module = copy.deepcopy(module).eval()
         rows, candidates = _probes(batch)
-        whole = {name: torch.cat([row[name] for row in rows]) if _is_tensor(x) else x for name, x in rows[0].items()}
-        losses, mean = [float(loss_of(module(**row))) for row in rows], float(loss_of(module(**whole)))
+        try:
+            losses, whole, mean = _tried(module, rows)
+        except Exception:  # labels of -100 mean nothing to it
+            rows, candidates = [_row(batch, number) for number in range(3)], [_num_samples]
+            losses, whole, mean = _tried(module, rows)
         errors = []
         for weight in candidates:
             parts, total = [float(weight(row)) for row in rows], float(weight(whole))
@@ -74,6 +77,12 @@ class ModelLoss:
         self._weight = candidates[best]
 
 
+def _tried(module: nn.Module, rows: list[dict[str, Any]]) -> tuple[list[float], dict[str, Any], float]:
+    """The loss of each row, all rows as one batch, and its loss."""
+    whole = {name: torch.cat([row[name] for row in rows]) if _is_tensor(x) else x for name, x in rows[0].items()}
+    return [float(loss_of(module(**row))) for row in rows], whole, float(loss_of(module(**whole)))
+
+
 def loss_of(output: Any) -> Tensor:
     """The loss in a model's output."""
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
@@ -86,19 +95,23 @@ def loss_of(output: Any) -> Tensor:
 
 
 def _probes(batch: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[Weight]]:
-    """Rows with the same sample, of which different numbers of labels count, and what the loss may be a mean over."""
-    one = {name: part[:1] if _is_tensor(part) else part for name, part in batch.items()}
-    labels: Any = one.get("labels")
-    if not _is_tensor(labels) or labels.is_floating_point():
-        return [one, one], [_num_samples]
+    """Rows of which different numbers of labels count, and what the loss may be a mean over."""
+    rows, labels = [_row(batch, number) for number in range(3)], batch.get("labels")
+    if not isinstance(labels, Tensor) or not labels.ndim or labels.is_floating_point():
+        return rows, [_num_samples]
     if labels.ndim < 2 or labels.shape[1] < 4:
-        return [one, {**one, "labels": torch.full_like(labels, IGNORED)}, one], [_num_labels, _num_samples]
-    rows = [{**one, "labels": torch.where(labels == IGNORED, 0, labels)}]  # all of them count
-    for kept in (labels.shape[1] // 2, 2):
-        masked = rows[0]["labels"].clone()
-        masked[:, : masked.shape[1] - kept] = IGNORED
-        rows.append({**one, "labels": masked})
+        rows[1]["labels"] = torch.full_like(rows[1]["labels"], IGNORED)
+        return rows, [_num_labels, _num_samples]
+    for row, kept in zip(rows, (labels.shape[1], labels.shape[1] // 2, 2), strict=True):
+        row["labels"] = torch.where(row["labels"] == IGNORED, 0, row["labels"])  # all of them count
+        row["labels"][:, : labels.shape[1] - kept] = IGNORED
     return rows, [_num_shifted_labels, _num_labels, _num_samples]
+
+
+def _row(batch: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """One sample of a batch, as a batch; they come again, if there are fewer."""
+    at = number % _num_samples(batch)
+    return {name: part[at : at + 1] if _is_tensor(part) else part for name, part in batch.items()}
 
 
 def _is_tensor(value: Any) -> bool:

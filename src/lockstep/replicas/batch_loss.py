@@ -63,10 +63,10 @@ class BatchLoss:
             ]
             total = loss.total if shard.number == 0 else torch.zeros_like(loss.total)
             weight = loss.weight if shard.number == 0 else torch.zeros_like(loss.weight)
-            results.append(ShardResult(LossSum(total, weight), self._backward(output, parts), update))
+            results.append(ShardResult(LossSum(total, weight), self._backward(own, output, parts), update))
         return results
 
-    def _backward(self, output: Any, gradients: list[Tensor | None]) -> list[Tensor | None]:
+    def _backward(self, own: ShardModule, output: Any, gradients: list[Tensor | None]) -> list[Tensor | None]:
         pairs = [
             (leaf, gradient)
             for leaf, gradient in zip(leaves_of(output), gradients, strict=True)
@@ -75,7 +75,7 @@ class BatchLoss:
         if not pairs:
             return [None] * len(self._params)
         tensors, starts = zip(*pairs, strict=True)
-        with NoDraws():
+        with NoDraws(own.random):  # activation checkpointing draws the shard's numbers again
             return list(torch.autograd.grad(tensors, self._params, starts, allow_unused=True))
 
 

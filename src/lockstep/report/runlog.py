@@ -22,6 +22,7 @@ from safetensors.numpy import load_file, save
 
 from lockstep.core.errors import ConfigError, RunError
 from lockstep.core.layout import Array
+from lockstep.core.torchrun_env import prints_result
 from lockstep.report.events import EpochDone, Event, Incident, RunDone, RunStarted, RunStopped, StepDone, Traced
 
 MAX_JSON_BYTES = 1 << 20
@@ -125,10 +126,13 @@ class RunLog:
 def new_folder(name: str) -> Iterator[Path]:
     """A new folder under runs/, named after what is run and when; removed again if it stays empty.
 
-    It is made at once, so that runs that start in the same second get different ones.
+    It is made at once: runs that start in the same second get different ones. Under torchrun, one rank makes it.
     """
     name = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     parent, names = Path("runs"), chain([name], (f"{name}-{number}" for number in count(2)))
+    if not prints_result():
+        yield parent / name
+        return
     made = [parent] if not parent.exists() else []
     folder = next(folder for folder in map(parent.joinpath, names) if _is_made(folder))
     try:

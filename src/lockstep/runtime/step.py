@@ -57,8 +57,14 @@ class Steps(Protocol):
     """Does one step after the other."""
 
     max_in_flight: int  # steps that may be under way before somebody has to wait for the first of them
-    why_eager: str  # why steps are not captured as CUDA graphs, where they were to be
-    capture_seconds: float  # that were spent on capture so far
+
+    @property
+    def why_eager(self) -> str:
+        """Why steps are not captured as CUDA graphs, where they were to be."""
+
+    @property
+    def capture_seconds(self) -> float:
+        """Seconds that were spent on capture so far."""
 
     def run(self, step: int, batch: Batch, /) -> LossFuture:
         """Does step number `step`, or starts it."""

@@ -59,18 +59,10 @@ class VerifiedSteps:
         """Why steps are not captured."""
         return self._steps.why_eager
 
-    @why_eager.setter
-    def why_eager(self, reason: str) -> None:
-        self._steps.why_eager = reason
-
     @property
     def capture_seconds(self) -> float:
         """Seconds that were spent on capture so far."""
         return self._steps.capture_seconds
-
-    @capture_seconds.setter
-    def capture_seconds(self, seconds: float) -> None:
-        self._steps.capture_seconds = seconds
 
     def run(self, step: int, batch: Batch) -> LossFuture:
         """Does step number `step`; verified, if it is its turn."""
@@ -91,7 +83,7 @@ class VerifiedSteps:
     def _rehearse(self, step: int, batch: Batch) -> None:
         """Two shards are computed on every rank, in different orders and one of them twice; then comes the step."""
         shards = split_into_shards(batch.num_samples, self._options.num_shards)
-        self._check_samples(batch, shards[:1])
+        self._check_samples(batch, shards, 0)
         if self._options.shards_together:  # they go through the model with those of all ranks
             self._compare(step, batch, self._observed_twice(step, batch))
             return
@@ -105,7 +97,7 @@ class VerifiedSteps:
     def _verified(self, step: int, batch: Batch) -> LossFuture:
         """The whole step, each shard of which is computed by another rank too before the weights are updated."""
         engine, shards = self._engine, split_into_shards(batch.num_samples, self._options.num_shards)
-        self._check_samples(batch, shards[-1:])
+        self._check_samples(batch, shards, -1)
         ranges = self._balance.ranges(len(shards), engine.num_ranks)
         if self._options.shards_together:
             self._compare(step, batch, self._observed_twice(step, batch))
@@ -136,10 +128,12 @@ class VerifiedSteps:
         (leaf,) = replica.forward_backward([Shard(number, len(samples), X, y)], _alone)
         return replica.digest(leaf)
 
-    def _check_samples(self, batch: Batch, shards: list[range]) -> None:
-        if batch.check is not None:
-            for shard in shards:
-                batch.check(shard.start, shard.stop)
+    def _check_samples(self, batch: Batch, shards: list[range], at: int) -> None:
+        """Loads the samples of one of this process's shards again."""
+        ranges = self._balance.ranges(len(shards), self._engine.num_ranks)
+        own = [shards[number] for rank in self._engine.local_ranks for number in ranges[rank]]
+        if batch.check is not None and own:
+            batch.check(own[at].start, own[at].stop)
 
     def _compare(self, step: int, batch: Batch, seen: list[list[list[Any]]]) -> None:
         """Raises an error where a shard was seen with different digests; `seen` has those of each rank."""

@@ -90,7 +90,7 @@ class Training:
             self._healing.remember(self.local_checkpoint)
             train_set = undo.enter_context(closing(task.train_set(engine)))
             test_set = undo.enter_context(closing(task.test_set(engine))) if task.test_set else None
-            self._steps = make_steps(config, engine, self._set.local, self._balance)
+            self._make_steps()
             undo.callback(delattr, self, "_steps")  # CUDA graphs hold memory of the GPU
             engine.traces[:] = [Trace() for _ in own_devices] if config.trace else []
             try:
@@ -101,7 +101,7 @@ class Training:
                     except Rollback as back:
                         self.progress = deepcopy(back.checkpoint.progress)
                         self._make_replicas(back.checkpoint)
-                        self._steps = make_steps(config, engine, self._set.local, self._balance)
+                        self._make_steps()
                         yield Incident("healed", str(back))
                 peaks = peaks_of(engine)
                 if config.trace:
@@ -125,6 +125,10 @@ class Training:
         state = None if checkpoint is None else next(iter(checkpoint.states.values()))
         local = self._engine.each("replicate", lambda rank, device: task.replica(device, weights, state))
         self.replicas = ReplicaSet(self._engine, local)
+
+    def _make_steps(self) -> None:
+        self._steps = make_steps(self._config, self._engine, self._set.local, self._balance)
+        self._reported_capture = 0.0  # seconds
 
     def _started(self) -> RunStarted:
         config, task, engine = self._config, self._task, self._engine
@@ -204,7 +208,8 @@ class Training:
         """Evaluates the model, and saves a checkpoint."""
         config, task, progress = self._config, self._task, self.progress
         # an epoch's time is that of its steps: capture and compilation are reported separately
-        preparation, self._steps.capture_seconds = self._steps.capture_seconds, 0.0
+        captured = self._steps.capture_seconds
+        preparation, self._reported_capture = captured - self._reported_capture, captured
         first_steps = self._times.first_steps_extra()
         if config.compile and not preparation:  # the time of capture contains that of compilation
             preparation = first_steps

@@ -47,24 +47,19 @@ def module_task(config: RunConfig, devices: list[Device], model: Any, data: Any,
     shards = split_into_shards(config.batch_size, config.num_shards)
     lr_schedule = LRSchedule(config.schedule, config.warmup, num_steps(config, num_train))
     spec = train_spec(config, devices, module, objects, lr_schedule, frozenset(map(len, shards)))
+    train, test = (_shards_of(part, config, objects.collate_fn) for part in (train, test))
     check_smallest_shard(config, module, train, num_train)
     for what, part in (("training", train), ("test", test)):
-        if part is None:
-            continue
-        if not isinstance(part, tuple):
-            check_keyed(ShardDataset(part, config.seed, objects.collate_fn), what)
-        elif objects.collate_fn is not None:
-            raise ConfigError("collate_fn puts samples of a data set together, and the data are arrays. Leave it out.")
+        if isinstance(part, ShardDataset):
+            check_keyed(part, what)
 
     return Task(
         model=config.model if objects.model is None and not is_entry_point(config.model) else type(module).__name__,
         initial=arrays_of(module),
         parameters=[name for name, _ in module.named_parameters()],
         replica=lambda device, weights, state: CapturableModuleReplica(spec, device, weights, state),
-        train_set=lambda memory: batch_source(memory, train, "training", config, objects.collate_fn),
-        test_set=None
-        if test is None
-        else lambda memory: batch_source(memory, test, "test", config, objects.collate_fn),
+        train_set=lambda memory: batch_source(memory, train, "training", config),
+        test_set=None if test is None else lambda memory: batch_source(memory, test, "test", config),
         num_train=num_train,
         num_test=num_test,
         data_sha256=None if in_memory is None else in_memory.sha256,
@@ -152,15 +147,22 @@ def length_of(part: Any) -> int:
     return Dataset("", *part).num_train if isinstance(part, tuple) else len(part)
 
 
-def batch_source(
-    memory: DeviceMemory, part: Any, what: str, config: RunConfig, collate_fn: Collate | None = None
-) -> BatchSource:
+def _shards_of(part: Any, config: RunConfig, collate_fn: Collate | None) -> Any:
+    """A part whose samples are loaded, in shards; arrays stay what they are."""
+    if part is None or not isinstance(part, tuple):
+        return None if part is None else ShardDataset(part, config.seed, collate_fn)
+    if collate_fn is not None:
+        raise ConfigError("collate_fn puts samples of a data set together, and the data are arrays. Leave it out.")
+    return part
+
+
+def batch_source(memory: DeviceMemory, part: Any, what: str, config: RunConfig) -> BatchSource:
     """The batches of a part."""
     if isinstance(part, tuple):
         return ResidentData(memory, part[0], part[1])
     workers = min(4, cpu().num_cores) if config.workers is None else config.workers
     num_processes = memory.num_ranks // len(memory.local_ranks)
-    return Loader(memory, ShardDataset(part, config.seed, collate_fn), what, -(-workers // num_processes))
+    return Loader(memory, part, what, -(-workers // num_processes))
 
 
 def metrics_of(metrics: Any, loss: PerSample) -> dict[str, PerSample]:

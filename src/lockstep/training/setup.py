@@ -144,10 +144,15 @@ def bucket_mb(config: RunConfig, engine: Engine) -> float:
     return 0.0 if shares_cores else BUCKET_MB
 
 
+def step_options(config: RunConfig, engine: Engine) -> StepOptions:
+    """How the work of a step is split."""
+    together = config.batch_norm == "sync" or config.loss_over == "batch"
+    return StepOptions(config.num_shards, config.exchange, bucket_mb(config, engine), together)
+
+
 def make_steps(config: RunConfig, engine: Engine, replicas: Sequence[Replica], balance: Balance) -> Steps:
     """The steps of a run: captured as CUDA graphs where possible, else eager."""
-    together = config.batch_norm == "sync" or config.loss_over == "batch"
-    options = StepOptions(config.num_shards, config.exchange, bucket_mb(config, engine), together)
+    options = step_options(config, engine)
     steps: Steps = EagerSteps(engine, replicas, options, balance)
     if config.capture and not config.trace:
         steps = captured_or_eager_steps(engine, replicas, options, balance)

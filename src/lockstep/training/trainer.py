@@ -22,7 +22,7 @@ from lockstep.replicas.module import ModuleReplica
 from lockstep.replicas.module_capture import CapturableModuleReplica
 from lockstep.replicas.module_state import arrays_of
 from lockstep.report.runlog import what_to_do, write_whole
-from lockstep.runtime.step import EagerSteps, StepOptions
+from lockstep.runtime.step import EagerSteps
 from lockstep.runtime.verification import Unverified
 from lockstep.training.checkpoint import Checkpoint, Progress, check_same_run, made_with, unpacked
 from lockstep.training.drift import Healing
@@ -30,7 +30,7 @@ from lockstep.training.evaluate import evaluate_batches
 from lockstep.training.held_gradients import HeldGradients
 from lockstep.training.module_task import train_spec, with_weights
 from lockstep.training.replica_set import ReplicaSet
-from lockstep.training.setup import make_steps
+from lockstep.training.setup import make_steps, step_options
 from lockstep.training.task import UserObjects
 from lockstep.training.trainer_engine import trainer_engine
 from lockstep.training.trainer_settings import NOT_HERE, EverySize, StepResult, is_object, trainer_settings
@@ -141,12 +141,11 @@ class Trainer:
         Called again before `update`, batches are accumulated: the gradient is the mean over the samples of all.
         """
         with self._working():
-            config, found, progress = self._config, self._batches.batch(batch), self._progress
+            found, progress = self._batches.batch(batch), self._progress
             replicas: list[Any] = self._replicas.local
             if not self._held:
                 self._held = [HeldGradients(replica) for replica in replicas]
-            together = config.batch_norm == "sync" or config.loss_over == "batch"
-            options = StepOptions(config.num_shards, config.exchange, 0.0, together)
+            options = step_options(self._config, self._engine)
             future = EagerSteps(self._engine, self._held, options, self._balance).run(progress.passes + 1, found)
             progress.passes += 1
             return StepResult(progress.step + 1, found, future)

@@ -1,21 +1,19 @@
 """Validation of user objects before anything starts: module, loss, optimizer, scheduler."""
 
 import copy
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
-from torch.utils.data import default_collate
 
 from lockstep.config import RunConfig
 from lockstep.core.entry_points import call_user_function
 from lockstep.core.errors import ConfigError
-from lockstep.core.random import AUGMENTATION
 from lockstep.data import Dataset
 from lockstep.data.dataset import map_leaves
+from lockstep.data.loader import ShardDataset, ShardRequest
 from lockstep.data.seeded import seeded
 from lockstep.models import BuiltIn
 from lockstep.replicas.module_state import call, copy_of, modules_in_eval_mode, put_in_eval_mode
@@ -89,13 +87,16 @@ def check_objects(config: RunConfig, spec: TrainSpec) -> None:
 
 
 def check_smallest_shard(config: RunConfig, module: nn.Module, train: Any, num_train: int) -> None:
-    """Refuses shards of one sample if batch norm needs more; tries it on one sample."""
+    """Refuses shards of one sample if batch norm needs more; tries it on one sample.
+
+    The training data are a pair of arrays, or a data set of shards.
+    """
     rest = num_train % config.batch_size or config.batch_size
     has_norm = any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in module.modules())
     if not has_norm or config.batch_norm == "sync" or min(rest, config.batch_size) >= 2 * config.num_shards:
         return
     try:
-        with torch.no_grad(), seeded(config.seed, 0, 0, AUGMENTATION):
+        with torch.no_grad(), seeded(config.seed):
             call(_training_copy(module), _first_sample(train))
     except Exception as problem:
         if not isinstance(problem, ValueError) or "more than 1 value per channel" not in str(problem):
@@ -117,8 +118,8 @@ def _training_copy(module: nn.Module) -> nn.Module:
 
 def _first_sample(train: Any) -> Any:
     """A shard of one sample, as the model would get it."""
-    if not isinstance(train, tuple):
-        sample = train[0]
-        return default_collate([sample] if isinstance(sample, Mapping) else [tuple(sample)[:-1]])
+    if isinstance(train, ShardDataset):
+        shard = train[ShardRequest(0, [0])]
+        return shard if isinstance(shard, dict) else shard[0]
     sample = map_leaves(train[0], lambda array: torch.from_numpy(array[:1]))
     return map_leaves(sample, lambda tensor: tensor.float() / 255 if tensor.dtype == torch.uint8 else tensor)
