@@ -3,10 +3,13 @@
 Each is compared with the plain loop on the whole batch, for any number of devices and shards.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import lockstep
 from lockstep.core.errors import ConfigError, LockstepError
@@ -180,13 +183,14 @@ MODULES = {
     "weights": nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, ignore_index=3, label_smoothing=0.1),
     "mse": nn.MSELoss(),
     "soft labels": nn.CrossEntropyLoss(),
+    "batch mean": nn.KLDivLoss(reduction="batchmean"),
 }
 
 
 @pytest.mark.parametrize("case", MODULES)
 def test_a_loss_module_that_returns_a_mean_is_exact(case):
     loss, (X, y) = MODULES[case], data_of("class weights")
-    if case in ("mse", "soft labels"):
+    if case in ("mse", "soft labels", "batch mean"):
         y = torch.softmax(torch.randn(50, 5, generator=torch.Generator().manual_seed(1)), dim=1)
     results = [
         lockstep.train(
@@ -218,6 +222,52 @@ def test_a_loss_that_cannot_be_exact_is_refused(case):
     with pytest.raises(LockstepError) as caught:
         lockstep.train(model=made(lambda: nn.Linear(6, 5)), loss=loss, data=(X, y), batch_size=BATCH, quiet=True)
     assert sentence in str(caught.value)
+
+
+def test_a_loss_module_whose_target_has_another_shape_is_refused():
+    X, y = data_of("class weights")
+    with pytest.raises(LockstepError, match=r"returns a shape of \(\d, 5\) for targets of shape \(\d, 1\)"):
+        lockstep.train(
+            model=made(lambda: nn.Linear(6, 5)), loss=nn.MSELoss(), data=(X, y.float()[:, None]), batch_size=BATCH,
+            quiet=True,
+        )  # fmt: skip
+
+
+def test_a_subclass_of_a_loss_module_is_left_as_it_is():
+    class Own(nn.CrossEntropyLoss):
+        def forward(self, output, y):
+            return 2 * F.cross_entropy(output, y, reduction="none")
+
+    X, y = data_of("class weights")
+    how = {"data": (X.numpy(), y.numpy()), "batch_size": BATCH, "epochs": 1, "quiet": True}
+    twice = lockstep.train(model=made(lambda: nn.Linear(6, 5)), loss=Own(), lr=0.1, **how)
+    once = lockstep.train(model=made(lambda: nn.Linear(6, 5)), loss=nn.CrossEntropyLoss(), lr=0.1, **how)
+    assert twice.first_loss == pytest.approx(2 * once.first_loss)
+
+
+def test_activation_checkpointing_with_dropout_under_a_loss_over_the_batch():
+    class Checkpointed(TwoTowers):
+        def __init__(self, on):
+            super().__init__()
+            self.on = on
+
+        def forward(self, images, texts):
+            def hidden(images):
+                return F.dropout(self.left(images), 0.5)
+
+            left = checkpoint(hidden, images, use_reentrant=False) if self.on else hidden(images)
+            return F.normalize(left), F.normalize(self.right(texts)), self.scale.exp()
+
+    X, y = data_of("clip")
+    how = {"data": (tuple(part.numpy() for part in X), y.numpy()), "batch_size": BATCH, "epochs": 1, "lr": 0.1}
+    hashes = {
+        lockstep.train(
+            model=made(partial(Checkpointed, on)), loss=clip, over="batch", devices=k, quiet=True, **how
+        ).weights_sha256
+        for k in DEVICES
+        for on in (True, False)
+    }
+    assert len(hashes) == 1
 
 
 def test_what_does_not_go_together_with_a_loss_over_the_batch_is_said():
