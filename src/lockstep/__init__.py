@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         try_gpu,
     )
     from lockstep.core.errors import LockstepError
+    from lockstep.models.whole_set_metrics import WholeSetMetric
     from lockstep.training.trainer import Trainer
 
 __version__ = "0.8.0"  # the one place: pyproject.toml reads it from here
@@ -34,6 +35,7 @@ __all__ = [
     "LockstepError",
     "Result",
     "Trainer",
+    "WholeSetMetric",
     "allreduce",
     "devices",
     "evaluate_accuracy",

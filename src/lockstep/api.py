@@ -37,18 +37,22 @@ from lockstep.training.api_inputs import (
     flat_replicas,
     layout_of_params,
 )
-from lockstep.training.evaluate import evaluate_batches
+from lockstep.training.evaluate import EvalSpec, evaluate_batches
 from lockstep.training.flat_task import EVAL_BATCH_SIZE
 from lockstep.training.replica_set import ReplicaSet
 from lockstep.training.train import train as train
 
 
 def __getattr__(name: str) -> Any:
-    """`Trainer` loads its framework, which the other functions need not."""
+    """These load their framework, which the other functions need not."""
     if name == "Trainer":
         from lockstep.training.trainer import Trainer
 
         return Trainer
+    if name == "WholeSetMetric":
+        from lockstep.models.whole_set_metrics import WholeSetMetric
+
+        return WholeSetMetric
     raise AttributeError(name)
 
 
@@ -200,7 +204,7 @@ def evaluate_accuracy(
         spec = FlatTrainSpec(backend, _forward(net), layout, Sgd(1.0))
         replicas = [FlatReplica(spec, flat) for flat in flat_replicas(engine, layout, device_params)]
         batches = [batch_of(backend, X, y, found)]
-        return evaluate_batches(ReplicaSet(engine, replicas), batches, EVAL_BATCH_SIZE)["accuracy"]
+        return evaluate_batches(ReplicaSet(engine, replicas), batches, EvalSpec(EVAL_BATCH_SIZE))["accuracy"]
 
 
 def _forward(net: Forward) -> Forward:

@@ -8,8 +8,9 @@ import pytest
 from lockstep.core.device import Device
 from lockstep.data.batch import Batch
 from lockstep.partition.placement import Placement
+from lockstep.replicas.replica import Measured
 from lockstep.training.drift import find_drift
-from lockstep.training.evaluate import evaluate_batches
+from lockstep.training.evaluate import EvalSpec, evaluate_batches
 from lockstep.training.replica_set import ReplicaSet
 
 FIRST, SECOND, ALL = range(0, 2), range(2, 5), range(0, 5)
@@ -35,7 +36,7 @@ class Part:
 
     def measure(self, X, y):
         self.measured += list(X)
-        return {"accuracy": [float((y == X % 2).sum()), len(X)], "loss": [float(X.sum()), len(X)]}
+        return Measured({"accuracy": [float((y == X % 2).sum()), len(X)], "loss": [float(X.sum()), len(X)]})
 
 
 class AllRanks(NamedTuple):
@@ -146,7 +147,7 @@ def test_only_ranks_that_hold_the_whole_model_evaluate_and_each_sample_is_counte
     replicas = placed(Placement((ALL, FIRST, ALL, SECOND)))
     X = np.arange(num_samples)
     batch = Batch(num_samples, lambda rank, start, stop: (X[start:stop], np.zeros(stop - start)))
-    metrics = evaluate_batches(replicas, [batch], eval_batch_size=4)
+    metrics = evaluate_batches(replicas, [batch], EvalSpec(batch_size=4))
     assert replicas.local[1].measured == replicas.local[3].measured == []
     assert sorted(replicas.local[0].measured + replicas.local[2].measured) == list(range(num_samples))
     assert metrics == {"accuracy": -(-num_samples // 2) / num_samples, "loss": X.sum() / num_samples}

@@ -8,7 +8,7 @@ import pytest
 from lockstep.config import RunConfig
 from lockstep.report.events import EpochDone
 from lockstep.runtime.step import Resolved
-from lockstep.training import loop
+from lockstep.training import loop, state
 from lockstep.training.loop import ResumePoint, Training
 from lockstep.training.setup import inprocess_engine, prepare
 from lockstep.training.step_times import StepTimes
@@ -61,7 +61,7 @@ def test_the_reported_time_of_an_epoch_is_that_of_its_steps(few, monkeypatch):
             clock[0] += 0.5 if step == 1 else 0.088
             return Resolved([1.0], None)
 
-    monkeypatch.setattr(loop, "make_steps", lambda *arguments: Steps())
+    monkeypatch.setattr(state, "make_steps", lambda *arguments: Steps())
     monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     config = RunConfig(data=few, backend="numpy", devices=1, batch_size=2, num_epochs=2)
     prepared = prepare(config)

@@ -13,7 +13,7 @@ from lockstep.core.layout import Array, Layout, sha256_of
 from lockstep.models import CrossEntropySum, Forward
 from lockstep.optim.lr_schedule import LRSchedule
 from lockstep.optim.optimizers import Optimizer, State, clipped
-from lockstep.replicas.replica import AllGatherTensors, BatchSummary, Capturable, Leaf, Shard
+from lockstep.replicas.replica import AllGatherTensors, BatchSummary, Capturable, Leaf, Measured, Shard
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,10 @@ class FlatReplica(Capturable):
     def warm_up_update(self, step: int, total: Tensor, batch: BatchSummary) -> None:
         self._updated(step, total, batch)
 
-    def measure(self, X: Any, y: Any) -> dict[str, list[float]]:
+    def measure(self, X: Any, y: Any) -> Measured:
         backend = self._spec.backend
         scores = self._scores(X, backend.unflatten(self._spec.layout, self.flat))
-        return {"accuracy": [float(backend.ops.num_correct(scores, y)), float(len(y))]}
+        return Measured({"accuracy": [float(backend.ops.num_correct(scores, y)), float(len(y))]})
 
     def arrays(self) -> dict[str, Array]:
         layout = self._spec.layout

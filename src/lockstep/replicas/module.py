@@ -18,6 +18,7 @@ from lockstep.core.random import OPTIMIZER, seed_of, shard_seed
 from lockstep.core.tracing import span
 from lockstep.data.dataset import leaves_of
 from lockstep.models.losses import LossSum, summed
+from lockstep.models.whole_set_metrics import arrays_for
 from lockstep.optim.torch_on_gpu import GpuOptimizer
 from lockstep.replicas import module_state
 from lockstep.replicas.batch_loss import BatchLoss
@@ -26,7 +27,7 @@ from lockstep.replicas.gradients import Gradients
 from lockstep.replicas.hidden_state import changed, state_of
 from lockstep.replicas.lent_module import LentModule
 from lockstep.replicas.optimizer_state import optimizer_state, restore_optimizer
-from lockstep.replicas.replica import AllGatherTensors, BatchSummary, Leaf, Shard
+from lockstep.replicas.replica import AllGatherTensors, BatchSummary, Leaf, Measured, Shard
 from lockstep.replicas.shard_loss import ShardLoss
 from lockstep.replicas.shard_module import ShardModule
 from lockstep.replicas.sync_batch_norm import SyncBatchNorm
@@ -212,7 +213,7 @@ class ModuleReplica:
         self.undo_step()
         return self._lent.lend()
 
-    def measure(self, X: Any, y: Any) -> dict[str, list[float]]:
+    def measure(self, X: Any, y: Any) -> Measured:
         self._lent.take_back()
         self.module.eval()
         num_samples = next(len(leaf) for leaf in leaves_of((y, X)) if isinstance(leaf, Tensor) and leaf.ndim)
@@ -225,7 +226,9 @@ class ModuleReplica:
             output = module_state.call(self.module, self._losses.in_memory_format(X))
             sums = {n: summed(metric, what, output, y, num_samples) for n, (what, metric) in metrics.items()}
         self._buffers.restore()  # evaluation does not change them
-        return {n: [float(s.total), num_samples if s.weight is None else float(s.weight)] for n, s in sums.items()}
+        outputs = arrays_for(output, y) if self._spec.keeps_outputs else None
+        found = {n: [float(s.total), num_samples if s.weight is None else float(s.weight)] for n, s in sums.items()}
+        return Measured(found, outputs)
 
     def arrays(self) -> dict[str, Array]:
         self.undo_step()

@@ -42,6 +42,13 @@ class BatchSummary(NamedTuple):
         return sum(self.shard_sizes) if self.weights is None else math.fsum(self.weights)
 
 
+class Measured(NamedTuple):
+    """What the evaluation of a few samples leaves."""
+
+    sums: dict[str, list[float]]  # of each metric the sum over them, and what the sum of all samples is divided by
+    outputs: tuple[Array, Array] | None = None  # and targets, where a metric is one of all samples together
+
+
 # (name of the layer, tensors of a rank's own shards) -> the tensors of all shards, in shard order. A collective of all
 # ranks that have shards; the name must be the same for all.
 AllGatherTensors = Callable[[str, list[Tensor]], list[Tensor]]
@@ -63,8 +70,8 @@ class Replica(Protocol):
     def update(self, step: int, total: Tensor, batch: BatchSummary) -> None:
         """Applies the sum of all shards' gradients."""
 
-    def measure(self, X: Any, y: Any) -> dict[str, list[float]]:
-        """Metrics of a few samples: of each the sum over them, and what the sum of all samples is to be divided by."""
+    def measure(self, X: Any, y: Any) -> Measured:
+        """Metrics of a few samples."""
 
     def arrays(self) -> dict[str, Array]:
         """Parameters and buffers by name, in model order."""

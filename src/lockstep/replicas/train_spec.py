@@ -25,7 +25,7 @@ class TrainSpec:
 
     module: nn.Module  # the user's own; never trained itself
     loss: PerSample
-    metrics: dict[str, PerSample]
+    metrics: dict[str, PerSample]  # means over samples
     optimizer: MakeOptimizer
     scheduler: Callable[[torch.optim.Optimizer], Any] | None
     seed: int
@@ -33,6 +33,7 @@ class TrainSpec:
     clip_norm: float | None = None
     sync_batch_norm: bool = False  # statistics of the whole batch
     loss_over_batch: bool = False  # the loss sees the outputs of all shards together
+    keeps_outputs: bool = False  # of evaluated samples, for metrics that are no means
     ema: float | None = None  # the decay of a moving average of the weights
     precision: str = "fp32"
     channels_last: bool = False  # memory format of images and of convolution kernels

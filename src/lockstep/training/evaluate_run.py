@@ -58,7 +58,7 @@ def evaluate_run(
     """
     settings, weights = read_run(folder)
     config = _recorded_config(settings, folder, {**changed, **entry_points})
-    backend, devices, task = prepare(config, progress=progress, trains=False)
+    backend, devices, task, _ = prepare(config, progress=progress, trains=False)
     if task.test_set is None:
         raise DataError(f"{config.data} has no test samples to evaluate the run in {folder} on.")
     if task.data_sha256 is not None and settings.get("data_sha256") not in (None, task.data_sha256):
@@ -67,7 +67,7 @@ def evaluate_run(
     with InProcess(backend, devices) as engine:
         replicas = ReplicaSet(engine, engine.each("replicate", lambda rank, device: task.replica(device, state, None)))
         with closing(task.test_set(engine)) as test_set, loader_errors():
-            metrics = evaluate(replicas, test_set, task.eval_batch_size, config.batch_size)
+            metrics = evaluate(replicas, test_set, task.eval_spec, config.batch_size)
     return Evaluation(
         test_accuracy=metrics.get("accuracy"),
         metrics=metrics,

@@ -1,5 +1,6 @@
 """The task of training a model that is a function of a flat parameter vector, in any framework: LeNet."""
 
+from functools import partial
 from typing import Any
 
 from lockstep.backends import Backend
@@ -9,12 +10,14 @@ from lockstep.core.errors import ConfigError
 from lockstep.core.layout import Array, layout_of
 from lockstep.core.registry import pick
 from lockstep.data import Dataset
+from lockstep.data.order import sample_order
 from lockstep.data.resident import ResidentData
 from lockstep.models import Model
 from lockstep.optim.lr_schedule import LRSchedule
 from lockstep.optim.optimizers import OPTIMIZERS
 from lockstep.partition.batch import split_into_shards
 from lockstep.replicas.flat import FlatReplica, FlatTrainSpec
+from lockstep.training.evaluate import EvalSpec
 from lockstep.training.task import Task, UserObjects, num_steps, weight_decay_of
 
 EVAL_BATCH_SIZE = 256  # of LeNet: like the number of shards, it may change the last bits
@@ -53,7 +56,8 @@ def flat_task(config: RunConfig, backend: Backend, model: Model, data: Dataset, 
         num_train=data.num_train,
         num_test=data.num_test,
         data_sha256=data.sha256,
-        eval_batch_size=EVAL_BATCH_SIZE,
+        order=partial(sample_order, config.seed, num_samples=data.num_train),
+        eval_spec=EvalSpec(EVAL_BATCH_SIZE),
         trained=lambda weights: None,
     )
 
@@ -66,5 +70,6 @@ def _check_settings(config: RunConfig, backend: Backend, model: Model, objects: 
     if config.compile and backend.capabilities.compiles == "no":
         raise ConfigError(f"{backend.name} does not compile a model. Leave --compile out, or use another backend.")
     pick(OPTIMIZERS, config.optimizer, f"optimizer for {model.name}")
-    if objects.scheduler is not None or objects.metrics is not None:
-        raise ConfigError(f"{model.name} is written for every framework: scheduler= and metrics= need a module.")
+    for name in ("scheduler", "metrics", "sampler", "collate_fn"):
+        if getattr(objects, name) is not None:
+            raise ConfigError(f"{model.name} is written for every framework: {name}= needs a module as model.")

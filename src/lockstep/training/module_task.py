@@ -19,10 +19,13 @@ from lockstep.data import Dataset
 from lockstep.data.arrays import dataset_of_arrays
 from lockstep.data.batch import BatchSource, DeviceMemory
 from lockstep.data.loader import Collate, Loader, ShardDataset, as_arrays, check_keyed, check_map_style
+from lockstep.data.order import sample_order
 from lockstep.data.resident import ResidentData
+from lockstep.data.sampler import SampledOrder
 from lockstep.models.losses import LOSSES, METRICS, MODEL, PerSample
 from lockstep.models.mean_losses import with_exact_mean
 from lockstep.models.model_loss import ModelLoss
+from lockstep.models.whole_set_metrics import is_whole_set, values_of
 from lockstep.optim.lr_schedule import LRSchedule
 from lockstep.optim.torch_optimizers import MakeOptimizer, OptimizerSettings, named_optimizer, user_optimizer
 from lockstep.partition.batch import split_into_shards
@@ -30,6 +33,7 @@ from lockstep.replicas.memory_format import wants_channels_last
 from lockstep.replicas.module_capture import CapturableModuleReplica
 from lockstep.replicas.module_state import arrays_of, copy_of, load
 from lockstep.replicas.train_spec import TrainSpec
+from lockstep.training.evaluate import EvalSpec
 from lockstep.training.task import Task, UserObjects, num_steps, weight_decay_of
 from lockstep.training.validation import check_objects, check_smallest_shard, made_module
 
@@ -37,7 +41,11 @@ from lockstep.training.validation import check_objects, check_smallest_shard, ma
 def module_task(config: RunConfig, devices: list[Device], model: Any, data: Any, objects: UserObjects) -> Task:
     """The task of training `model`, a module or a function that makes one, on `data`."""
     train, test = parts_of(data, config.data)
+    order: Callable[[int], Array] = partial(sample_order, config.seed, num_samples=length_of(train))
     num_train, num_test = length_of(train), 0 if test is None else length_of(test)
+    if objects.sampler is not None:
+        order = sampled = SampledOrder(objects.sampler, config.seed, num_train)
+        num_train = sampled.length
     check_batch(config.batch_size, num_train, config.data)
     all_arrays = all(isinstance(part, tuple) for part in (train, test) if part is not None)
     in_memory = Dataset(config.data, *train, *(test or ())) if all_arrays else None
@@ -63,7 +71,9 @@ def module_task(config: RunConfig, devices: list[Device], model: Any, data: Any,
         num_train=num_train,
         num_test=num_test,
         data_sha256=None if in_memory is None else in_memory.sha256,
-        eval_batch_size=-(-config.batch_size // config.num_shards),  # the size of a shard, which fits into memory
+        order=order,
+        # batches of the size of a shard, which fits into memory
+        eval_spec=eval_spec_of(-(-config.batch_size // config.num_shards), objects.metrics),
         trained=partial(with_weights, module),
         notes=notes(config, devices, num_train),
     )
@@ -92,6 +102,7 @@ def train_spec(
         module=module,
         loss=loss,
         metrics=metrics_of(objects.metrics, loss),
+        keeps_outputs=bool(whole_set_metrics(objects.metrics)),
         optimizer=_optimizer(config, objects),
         scheduler=objects.scheduler,
         seed=config.seed,
@@ -166,10 +177,26 @@ def batch_source(memory: DeviceMemory, part: Any, what: str, config: RunConfig) 
 
 
 def metrics_of(metrics: Any, loss: PerSample) -> dict[str, PerSample]:
-    """Metrics by name: the user's, else accuracy where the loss is cross-entropy."""
+    """Metrics of samples by name: the user's, else accuracy where the loss is cross-entropy."""
     if metrics is None:
         return {"accuracy": METRICS["accuracy"]} if loss is LOSSES["cross_entropy"] else {}
-    if isinstance(metrics, str) or callable(metrics):
+    named = {name: metric for name, metric in _by_name(metrics).items() if not is_whole_set(metric)}
+    return {name: _callable(metric, METRICS, "metric") for name, metric in named.items()}
+
+
+def whole_set_metrics(metrics: Any) -> dict[str, Any]:
+    """Those of the user's that are no means over samples, by name."""
+    return {} if metrics is None else {n: metric for n, metric in _by_name(metrics).items() if is_whole_set(metric)}
+
+
+def eval_spec_of(batch_size: int, metrics: Any) -> EvalSpec:
+    """How samples are evaluated, with the user's metrics."""
+    whole_set = whole_set_metrics(metrics)
+    return EvalSpec(batch_size, partial(values_of, whole_set) if whole_set else None)
+
+
+def _by_name(metrics: Any) -> dict[str, Any]:
+    if isinstance(metrics, str) or callable(metrics) or is_whole_set(metrics):
         metrics = [metrics]
     if not isinstance(metrics, dict):
         named = [(m if isinstance(m, str) else getattr(m, "__name__", type(m).__name__), m) for m in metrics]
@@ -178,7 +205,7 @@ def metrics_of(metrics: Any, loss: PerSample) -> dict[str, PerSample]:
             raise ConfigError("Metrics need different names. Give them by name: metrics={'top5': ..., ...}.")
     if "loss" in metrics:
         raise ConfigError("A metric called 'loss' would hide the loss, which is measured anyway. Give it another name.")
-    return {str(name): _callable(metric, METRICS, "metric") for name, metric in metrics.items()}
+    return {str(name): metric for name, metric in metrics.items()}
 
 
 def notes(config: RunConfig, devices: list[Device], num_train: int) -> tuple[str, ...]:

@@ -16,14 +16,15 @@ def result_of(
     config: RunConfig, task: Task, engine: Engine, progress: Progress, weights: dict[str, Array], peaks: dict[str, int]
 ) -> Result:
     """The result of a run that ended with these weights."""
-    history = progress.history
-    seconds_per_epoch = sum(done.seconds for done in history) / len(history)
+    history, seconds = progress.history, sum(done.seconds for done in progress.history)
+    num_epochs, more_steps = divmod(progress.step, -(-task.num_train // config.batch_size))
+    num_samples = num_epochs * task.num_train + more_steps * config.batch_size  # a run may stop in mid-epoch
     buffers = [name for name in weights if name not in set(task.parameters)]
     return Result(
         test_accuracy=history[-1].test_accuracy,
         metrics=history[-1].metrics,
-        seconds_per_epoch=seconds_per_epoch,
-        samples_per_second=task.num_train / seconds_per_epoch,
+        seconds_per_epoch=seconds * task.num_train / num_samples,
+        samples_per_second=num_samples / seconds,
         backend=engine.backend.name,
         backend_version=engine.backend.version(),
         devices=[str(device) for device in engine.devices],

@@ -23,6 +23,7 @@ from lockstep.runtime.inprocess import InProcess
 from lockstep.runtime.step import EagerSteps, StepOptions, Steps
 from lockstep.runtime.verification import VerifiedSteps
 from lockstep.schedules.exchanges import NATIVE
+from lockstep.training.callbacks import Callbacks
 from lockstep.training.flat_task import flat_task
 from lockstep.training.task import Task, UserObjects
 
@@ -35,6 +36,7 @@ class Prepared(NamedTuple):
     backend: Backend
     devices: list[Device]
     task: Task
+    callbacks: Callbacks = Callbacks()
 
 
 def prepare(
@@ -46,6 +48,7 @@ def prepare(
 ) -> Prepared:
     """What the run needs, the cheapest checked first. A run that `trains` needs a shard for each device."""
     objects = objects or UserObjects()
+    callbacks = Callbacks(objects.on_step, objects.on_epoch).checked()
     model = find_model(config, objects)
     if config.exchange == NATIVE and config.engine != "processes":
         raise ConfigError(
@@ -64,12 +67,12 @@ def prepare(
     if isinstance(model, Model):
         if not isinstance(data, Dataset):
             raise ConfigError(f"{model.name} needs its samples in memory: give arrays (X, y), or a module as model.")
-        return Prepared(backend, devices, flat_task(config, backend, model, data, objects))
+        return Prepared(backend, devices, flat_task(config, backend, model, data, objects), callbacks)
     if backend.name != MODULES:
         raise ConfigError(f"{config.model} needs --backend {MODULES}. In {backend.name}, use --model lenet.")
     from lockstep.training.module_task import module_task  # loads its framework
 
-    return Prepared(backend, devices, module_task(config, devices, model, data, objects))
+    return Prepared(backend, devices, module_task(config, devices, model, data, objects), callbacks)
 
 
 def with_engine(config: RunConfig) -> RunConfig:

@@ -9,6 +9,7 @@ from lockstep.core.device import Device
 from lockstep.core.layout import Array
 from lockstep.data.batch import BatchSource, DeviceMemory
 from lockstep.replicas.replica import Replica
+from lockstep.training.evaluate import EvalSpec
 
 MakeReplica = Callable[[Device, dict[str, Array], Any], Replica]  # on a device, with weights, with a state dict or None
 
@@ -24,6 +25,9 @@ class UserObjects:
     scheduler: Any = None
     metrics: Any = None
     collate_fn: Any = None
+    sampler: Any = None
+    on_step: Any = None
+    on_epoch: Any = None
 
 
 @dataclass(frozen=True)
@@ -36,10 +40,11 @@ class Task:
     replica: MakeReplica
     train_set: Callable[[DeviceMemory], BatchSource]
     test_set: Callable[[DeviceMemory], BatchSource] | None
-    num_train: int
+    num_train: int  # samples of an epoch
     num_test: int
     data_sha256: str | None  # None where the samples are not in memory
-    eval_batch_size: int  # samples that are evaluated together
+    order: Callable[[int], Array]  # the sample numbers of an epoch, which counts from 0
+    eval_spec: EvalSpec
     trained: Callable[[dict[str, Array]], Any]  # parameters and buffers -> the trained module, if there is one
     notes: tuple[str, ...] = ()  # shown to the user when it starts
 

@@ -19,7 +19,7 @@ OBJECTS = {  # settings that may be an object instead of a name
     "loss": "a name, or a function of (output, y)",
     "optimizer": "a name, or a function of the parameters",
 }
-ONLY_OBJECTS = ("scheduler", "metrics", "collate_fn")
+ONLY_OBJECTS = ("scheduler", "metrics", "collate_fn", "sampler", "on_step", "on_epoch")
 
 
 def train(

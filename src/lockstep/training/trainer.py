@@ -1,8 +1,9 @@
 """`lockstep.Trainer`: training one step at a time, for a loop of the user's own."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,20 +18,19 @@ from lockstep.core.settings import IDENTITY
 from lockstep.core.this_thread import THIS_THREAD
 from lockstep.data.given_batch import GivenBatches
 from lockstep.optim.lr_schedule import LRSchedule
-from lockstep.partition.balance import balance_for
 from lockstep.replicas.module import ModuleReplica
 from lockstep.replicas.module_capture import CapturableModuleReplica
 from lockstep.replicas.module_state import arrays_of
 from lockstep.report.runlog import what_to_do, write_whole
 from lockstep.runtime.step import EagerSteps
 from lockstep.runtime.verification import Unverified
-from lockstep.training.checkpoint import Checkpoint, Progress, check_same_run, made_with, unpacked
-from lockstep.training.drift import Healing
+from lockstep.training.callbacks import batches_in
+from lockstep.training.checkpoint import Checkpoint, check_same_run, unpacked
 from lockstep.training.evaluate import evaluate_batches
 from lockstep.training.held_gradients import HeldGradients
-from lockstep.training.module_task import train_spec, with_weights
-from lockstep.training.replica_set import ReplicaSet
-from lockstep.training.setup import make_steps, step_options
+from lockstep.training.module_task import eval_spec_of, train_spec, with_weights
+from lockstep.training.setup import step_options
+from lockstep.training.state import Trained, TrainingState
 from lockstep.training.task import UserObjects
 from lockstep.training.trainer_engine import trainer_engine
 from lockstep.training.trainer_settings import NOT_HERE, EverySize, StepResult, is_object, trainer_settings
@@ -92,23 +92,17 @@ class Trainer:
             lr_schedule = LRSchedule("constant", config.warmup)
             spec = train_spec(config, self._engine.devices, self._source, objects, lr_schedule, EverySize())
             self._batches = GivenBatches(self._engine)
-            self._initial = arrays_of(self._source)
-            self._progress, weights, state = Progress(), self._initial, None
+            self._eval_spec = eval_spec_of(EVAL_BATCH_SIZE, objects.metrics)
+            trained = Trained(partial(CapturableModuleReplica, spec), arrays_of(self._source), _identity_of(config))
+            start = None
             if saved is not None:
-                path, checkpoint = saved
-                check_same_run(checkpoint.run, self._identity(), config)
-                weights = checked_weights(self._initial, checkpoint.weights, path, config.model)
-                self._progress, state = checkpoint.progress, next(iter(checkpoint.states.values()))
+                path, start = saved
+                check_same_run(start.run, trained.identity, config)
+                checked_weights(trained.initial, start.weights, path, config.model)
             with self._working():
-                local = self._engine.each(
-                    "replicate", lambda rank, device: CapturableModuleReplica(spec, device, weights, state)
-                )
-                self._replicas = ReplicaSet(self._engine, local)
-                self._balance = balance_for(config.balance)
-                self._steps = make_steps(config, self._engine, local, self._balance)
+                self._state = TrainingState(config, self._engine, trained, start)
             self._held: list[HeldGradients] = []  # gradients that no update has used
             self._unread: deque[StepResult] = deque()  # of steps that may be under way
-            self._healing = Healing(config)
         except BaseException:
             self._undo.close()
             raise
@@ -121,16 +115,18 @@ class Trainer:
         if self._held:
             raise ConfigError("There are gradients that no update has used. Call update() or drop_gradients() first.")
         with self._working():
-            found, progress = self._batches.batch(batch), self._progress
+            found, progress = self._batches.batch(batch), self._state.progress
             try:
-                future = self._steps.run(progress.passes + 1, found)
+                future = self._state.steps.run(progress.passes + 1, found)
             except Unverified:
-                self._compare()  # a replica that has drifted computes something else: it is named
+                self._state.compare()  # a replica that has drifted computes something else: it is named
                 raise
             progress.step, progress.passes = progress.step + 1, progress.passes + 1
             result = StepResult(progress.step, found, future)
             self._unread.append(result)
-            while len(self._unread) > self._steps.max_in_flight:  # where losses come later, their memory is used again
+            while (
+                len(self._unread) > self._state.steps.max_in_flight
+            ):  # where losses come later, their memory is used again
                 _ = self._unread.popleft().loss
             self._compare_if_due()
         return result
@@ -141,12 +137,12 @@ class Trainer:
         Called again before `update`, batches are accumulated: the gradient is the mean over the samples of all.
         """
         with self._working():
-            found, progress = self._batches.batch(batch), self._progress
-            replicas: list[Any] = self._replicas.local
+            found, progress = self._batches.batch(batch), self._state.progress
+            replicas: list[Any] = self._state.replicas.local
             if not self._held:
                 self._held = [HeldGradients(replica) for replica in replicas]
             options = step_options(self._config, self._engine)
-            future = EagerSteps(self._engine, self._held, options, self._balance).run(progress.passes + 1, found)
+            future = EagerSteps(self._engine, self._held, options, self._state.balance).run(progress.passes + 1, found)
             progress.passes += 1
             return StepResult(progress.step + 1, found, future)
 
@@ -157,16 +153,18 @@ class Trainer:
         same to all replicas; they are compared at the next `save`, and every `check_every` steps.
         """
         with self._working():
-            self._engine.each("apply", lambda rank, device, replica: function(replica.module), self._replicas.local)
+            self._engine.each(
+                "apply", lambda rank, device, replica: function(replica.module), self._state.replicas.local
+            )
 
     def update(self) -> int:
         """The update by the gradients that `gradients` has left; the number of the step."""
         if not self._held:
             raise ConfigError("There are no gradients to update by. Call gradients(batch) first, or step(batch).")
         with self._working():
-            number = self._progress.step + 1
+            number = self._state.progress.step + 1
             self._engine.each("update", lambda rank, device, held: held.replica.update_held(number), self._held)
-            self._held, self._progress.step = [], number
+            self._held, self._state.progress.step = [], number
             self._compare_if_due()
         return number
 
@@ -177,13 +175,10 @@ class Trainer:
             self._held = []
 
     def evaluate(self, data: Any) -> dict[str, float]:
-        """The mean loss and metrics over `data`: batches (a DataLoader, a list), or one batch as a pair or dict."""
-        batches = [data] if isinstance(data, (tuple, dict)) else data
-        if not isinstance(batches, Iterable):
-            raise ConfigError(f"evaluate got a {type(data).__name__}. Give batches: a DataLoader, or (inputs, target).")
+        """The loss and metrics over `data`: batches (a DataLoader, a list), or one batch as a pair or dict."""
+        batches = batches_in(data)
         with self._working():
-            given = (self._batches.batch(batch) for batch in batches)
-            found = evaluate_batches(self._replicas, given, EVAL_BATCH_SIZE)
+            found = evaluate_batches(self._state.replicas, map(self._batches.batch, batches), self._eval_spec)
         if not found:
             raise ConfigError("There is nothing to evaluate: no batch, or no metric.")
         return found
@@ -191,12 +186,12 @@ class Trainer:
     @property
     def num_steps(self) -> int:
         """Updates so far."""
-        return self._progress.step
+        return self._state.progress.step
 
     @property
     def module(self) -> nn.Module:
         """The replica of the device that asks: in a loss or another trainer's step its own, else that of the first."""
-        replicas: list[ModuleReplica] = self._replicas.local  # type: ignore[assignment]
+        replicas: list[ModuleReplica] = self._state.replicas.local  # type: ignore[assignment]
         rank = THIS_THREAD.rank
         return replicas[rank if rank < len(replicas) else 0].lent()
 
@@ -207,11 +202,11 @@ class Trainer:
     def weights(self) -> dict[str, Array]:
         """All parameters and buffers by name."""
         with self._working():
-            return self._replicas.weights()
+            return self._state.replicas.weights()
 
     def ema_weights(self) -> dict[str, Array]:
         """Their moving average, with `ema=`."""
-        replica: Any = self._replicas.local[0]
+        replica: Any = self._state.replicas.local[0]
         with self._working():
             return dict(replica.averaged())
 
@@ -229,8 +224,8 @@ class Trainer:
             )
         path = Path(path)
         with self._working():
-            self._compare()
-            checkpoint = self._checkpoint()
+            self._state.compare()
+            checkpoint = self._state.checkpoint()
             if 0 in self._engine.local_ranks:
                 try:
                     path.parent.mkdir(parents=True, exist_ok=True)
@@ -265,17 +260,10 @@ class Trainer:
 
     def _compare_if_due(self) -> None:
         every = self._config.check_every
-        if every and self._progress.step % every == 0:
-            self._compare()
+        if every and self._state.progress.step % every == 0:
+            self._state.compare()
 
-    def _compare(self) -> None:
-        self._healing.compare(self._replicas, self._progress.step, lambda: None)
 
-    def _checkpoint(self) -> Checkpoint:
-        software = made_with(self._engine.backend.version(), self._engine.devices)
-        weights, states = self._replicas.weights(), self._replicas.states()
-        return Checkpoint(self._identity(), software, self._progress, weights, states)
-
-    def _identity(self) -> dict[str, Any]:
-        names = {each.name for each in settings_in(IDENTITY)} - set(NOT_HERE)
-        return {name: getattr(self._config, name) for name in sorted(names)}
+def _identity_of(config: RunConfig) -> dict[str, Any]:
+    names = {each.name for each in settings_in(IDENTITY)} - set(NOT_HERE)
+    return {name: getattr(config, name) for name in sorted(names)}

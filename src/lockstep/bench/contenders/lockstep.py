@@ -65,8 +65,7 @@ class LockstepRun:
 
     def finish(self) -> dict[str, Any]:
         """The hash of the weights."""
-        assert self._training.replicas is not None, "the run has started"
-        weights = self._training.replicas.weights()
+        weights = self._training.state.replicas.weights()
         return {"weights_sha256": sha256_of([weights[name] for name in self._prepared.task.parameters])}
 
     def _advance(self, num_steps: int) -> None:

@@ -1,0 +1,63 @@
+"""The replicas of one engine and their steps: what `lockstep.train` and `lockstep.Trainer` are loops over."""
+
+from copy import deepcopy
+from typing import Any, NamedTuple
+
+from lockstep.config import RunConfig
+from lockstep.core.layout import Array
+from lockstep.partition.balance import balance_for
+from lockstep.runtime.engine import Engine
+from lockstep.training.checkpoint import Checkpoint, Progress, made_with
+from lockstep.training.drift import Healing
+from lockstep.training.replica_set import ReplicaSet
+from lockstep.training.setup import make_steps
+from lockstep.training.task import MakeReplica
+
+
+class Trained(NamedTuple):
+    """What is trained."""
+
+    replica: MakeReplica
+    initial: dict[str, Array]  # parameters and buffers by name
+    identity: dict[str, Any]  # what the bits depend on
+
+
+class TrainingState:
+    """A model in training: its replicas on the ranks of this process, after the steps that `progress` counts."""
+
+    def __init__(self, config: RunConfig, engine: Engine, trained: Trained, start: Checkpoint | None) -> None:
+        self._config, self._engine, self._trained = config, engine, trained
+        self._healing = Healing(config)
+        self.balance = balance_for(config.balance)
+        self.restore(start)
+        self._healing.remember(self.local_checkpoint)
+
+    def restore(self, start: Checkpoint | None) -> None:
+        """Makes the replicas, from a checkpoint or with the initial weights, and their steps."""
+        weights = self._trained.initial if start is None else start.weights
+        # every rank holds the whole model: its state is the only one
+        state = None if start is None else next(iter(start.states.values()))
+        local = self._engine.each("replicate", lambda rank, device: self._trained.replica(device, weights, state))
+        self.progress = Progress() if start is None else deepcopy(start.progress)
+        self.replicas = ReplicaSet(self._engine, local)
+        self.steps = make_steps(self._config, self._engine, local, self.balance)
+
+    def compare(self) -> None:
+        """Raises an error where replicas differ, or with `--heal` a `Rollback` to where they were equal."""
+        self._healing.compare(self.replicas, self.progress.step, self.local_checkpoint)
+
+    def checkpoint(self) -> Checkpoint:
+        """The whole model after the last step. A collective where ranks hold parts."""
+        return self._checkpoint(self.replicas.weights(), self.replicas.states())
+
+    def local_checkpoint(self) -> Checkpoint:
+        """The part of it that this process holds."""
+        return self._checkpoint(self.replicas.local_weights(), self.replicas.local_states())
+
+    def _checkpoint(self, weights: dict[str, Array], states: dict[str, Any]) -> Checkpoint:
+        software = made_with(self._engine.backend.version(), self._engine.devices)
+        return Checkpoint(self._trained.identity, software, deepcopy(self.progress), weights, states)
+
+    def close(self) -> None:
+        """Lets go of the steps: CUDA graphs hold memory of the GPU."""
+        del self.steps
