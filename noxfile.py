@@ -86,7 +86,7 @@ def models(session: nox.Session) -> None:
     """
     install(session, "torch,dev")
     session.install("--quiet", "-c", "constraints.txt", "transformers")
-    session.run("pytest", "-q", *PARALLEL, "tests/training/test_models_of_others.py")
+    session.run("pytest", "-q", *PARALLEL, "tests/training/test_models_of_others.py", "tests/test_examples.py")
 
 
 @nox.session(default=False, venv_backend="none")

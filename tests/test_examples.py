@@ -22,8 +22,8 @@ def test_an_example_has_at_most_60_lines(path):
 
 
 def test_all_of_them_are_run_here():
-    names = ["char_transformer", "clip", "gan", "own_cnn", "own_loop", "resnet18_cosine", "token_mean"]
-    assert [path.stem for path in EXAMPLES] == names
+    names = ["char_transformer", "clip", "gan", "gpt2_finetune", "lora", "own_cnn", "own_loop", "resnet18_cosine"]
+    assert [path.stem for path in EXAMPLES] == [*names, "token_mean", "vit_mixup"]
 
 
 def test_a_loop_with_early_stopping_has_the_same_bits_on_any_devices():
@@ -36,9 +36,19 @@ def test_two_trainers_of_a_gan_have_the_same_bits_on_any_devices():
     assert len({main(devices, num_steps=20) for devices in (1, 2, 3)}) == 1
 
 
-@pytest.mark.parametrize("name", ["clip", "token_mean"])
-def test_losses_of_a_whole_batch_have_the_same_bits_on_any_devices(name):
+@pytest.mark.parametrize("name", ["clip", "token_mean", "lora"])
+def test_losses_of_a_whole_batch_and_thin_matrices_have_the_same_bits_on_any_devices(name):
     assert len(load(name).main(num_epochs=2)) == 1
+
+
+def test_mixup_has_the_same_bits_on_any_devices():
+    assert len(load("vit_mixup").main(num_epochs=1, num_samples=200)) == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_of_hugging_face_has_the_same_bits_on_any_devices():
+    pytest.importorskip("transformers", reason="transformers is not installed: nox -s models installs it")
+    assert len(load("gpt2_finetune").main(num_epochs=2)) == 1
 
 
 @pytest.mark.long

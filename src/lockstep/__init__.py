@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     )
     from lockstep.core.errors import LockstepError
     from lockstep.models.whole_set_metrics import WholeSetMetric
+    from lockstep.training.callbacks import RunState
     from lockstep.training.trainer import Trainer
 
 __version__ = "0.8.0"  # the one place: pyproject.toml reads it from here
@@ -34,6 +35,7 @@ __version__ = "0.8.0"  # the one place: pyproject.toml reads it from here
 __all__ = [
     "LockstepError",
     "Result",
+    "RunState",
     "Trainer",
     "WholeSetMetric",
     "allreduce",

@@ -37,6 +37,7 @@ from lockstep.training.api_inputs import (
     flat_replicas,
     layout_of_params,
 )
+from lockstep.training.callbacks import RunState as RunState
 from lockstep.training.evaluate import EvalSpec, evaluate_batches
 from lockstep.training.flat_task import EVAL_BATCH_SIZE
 from lockstep.training.replica_set import ReplicaSet

@@ -54,6 +54,7 @@ def test_a_run_that_is_stopped_in_mid_epoch_has_a_result_and_is_resumed_with_the
         assert [done.epoch for done in stopped.history] == [1, 2]
         assert stopped.samples_per_second * stopped.seconds_per_epoch == pytest.approx(100)
         assert read_run(how["out"])[1].keys() == stopped.module.state_dict().keys()
+        assert (how["out"] / "checkpoints" / "step-000006.safetensors").exists()
         resumed = lockstep.train(resume=True, **how)
         assert resumed.weights_sha256 == whole.weights_sha256
         assert [done.train_loss for done in resumed.history] == [done.train_loss for done in whole.history]

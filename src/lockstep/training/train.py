@@ -48,7 +48,11 @@ def train(
     - `schedule`: constant, cosine or linear, after `warmup` steps; or `scheduler`, a function of the optimizer, whose
       result is stepped after every update.
     - `metrics`: names or functions like those of `loss`, as a list or by name; reported as means over the test samples.
-    - `collate_fn`: puts the samples of a shard together, like that of a DataLoader.
+      Objects of torchmetrics and `lockstep.WholeSetMetric` are computed once, from the outputs for all test samples.
+    - `collate_fn`: puts the samples of a shard together, like that of a DataLoader. `sampler`: which samples an epoch
+      has, like that of a DataLoader, or a function of the epoch; random numbers are keyed by (seed, epoch).
+    - `on_step`, `on_epoch`: functions that are called after every update and every epoch with the state of the run:
+      epoch, step, loss, metrics, `evaluate()`, `weights()`, `stop()`.
     - `out`: the run's folder. With `resume=True` a run in it continues from its last checkpoint, on any devices.
 
     >>> result = train(2, batch_size=256, lr=0.2, num_epochs=1, data="fashion-mnist-mini", quiet=True)
