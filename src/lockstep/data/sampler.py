@@ -10,7 +10,7 @@ from lockstep.core.layout import Array
 from lockstep.core.random import SAMPLER
 from lockstep.data.seeded import seeded
 
-FORMS = "Give a sampler of torch.utils.data, another iterable of sample numbers, or a function of the epoch"
+FORMS = "Give a sampler as a DataLoader takes it, another iterable of sample numbers, or a function of the epoch"
 
 
 class SampledOrder:
@@ -24,7 +24,7 @@ class SampledOrder:
         if not np.array_equal(first, self._drawn(0)):
             raise DataError(
                 "The sampler gives another order each time for the same epoch: it has a generator of its own. Leave "
-                "its generator out: then it draws from random, numpy or torch, which are keyed by (seed, epoch)."
+                "its generator out: then it draws from generators that are keyed by (seed, epoch)."
             )
 
     def __call__(self, epoch: int) -> Array:

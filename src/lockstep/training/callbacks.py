@@ -25,12 +25,11 @@ class Now(NamedTuple):
         """The loss and metrics of `data`, or of the test samples; the other ranks wait."""
         how = self.task.eval_spec
         if data is not None:
-            if self.replicas.engine.backend.name != "torch":
-                raise ConfigError("evaluate takes batches of PyTorch only. Leave them out for the run's test samples.")
-            from lockstep.data.given_batch import GivenBatches  # loads its framework
-
-            given = GivenBatches(self.replicas.engine)
-            return evaluate_batches(self.replicas, map(given.batch, batches_in(data)), how, is_alone=True)
+            if self.task.given_batch is None:
+                hint = "Leave them out for the run's test samples"
+                raise ConfigError(f"{self.task.model} is written for every framework and evaluates no batches. {hint}.")
+            batches = map(self.task.given_batch(self.replicas.engine), batches_in(data))
+            return evaluate_batches(self.replicas, batches, how, is_alone=True)
         if self.test_set is None:
             raise ConfigError(
                 "There are no test samples to evaluate. Give evaluate some batches, or the run both parts."

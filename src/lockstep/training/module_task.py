@@ -18,6 +18,7 @@ from lockstep.core.registry import pick
 from lockstep.data import Dataset
 from lockstep.data.arrays import dataset_of_arrays
 from lockstep.data.batch import BatchSource, DeviceMemory
+from lockstep.data.given_batch import GivenBatches
 from lockstep.data.loader import Collate, Loader, ShardDataset, as_arrays, check_keyed, check_map_style
 from lockstep.data.order import sample_order
 from lockstep.data.resident import ResidentData
@@ -75,6 +76,7 @@ def module_task(config: RunConfig, devices: list[Device], model: Any, data: Any,
         # batches of the size of a shard, which fits into memory
         eval_spec=eval_spec_of(-(-config.batch_size // config.num_shards), objects.metrics),
         trained=partial(with_weights, module),
+        given_batch=lambda memory: GivenBatches(memory).batch,
         notes=notes(config, devices, num_train),
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 from lockstep.config import RunConfig
 from lockstep.core.device import Device
 from lockstep.core.layout import Array
-from lockstep.data.batch import BatchSource, DeviceMemory
+from lockstep.data.batch import Batch, BatchSource, DeviceMemory
 from lockstep.replicas.replica import Replica
 from lockstep.training.evaluate import EvalSpec
 
@@ -46,6 +46,8 @@ class Task:
     order: Callable[[int], Array]  # the sample numbers of an epoch, which counts from 0
     eval_spec: EvalSpec
     trained: Callable[[dict[str, Array]], Any]  # parameters and buffers -> the trained module, if there is one
+    # what a program gives as a batch -> the batch, where the framework can
+    given_batch: Callable[[DeviceMemory], Callable[[Any], Batch]] | None = None
     notes: tuple[str, ...] = ()  # shown to the user when it starts
 
 

@@ -1,0 +1,50 @@
+"""The loop of the guide in a notebook: executed in a real kernel."""
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+SETUP = """
+import torch, lockstep
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+draw = torch.Generator().manual_seed(0)
+data = TensorDataset(torch.randn(96, 6, generator=draw), torch.randint(3, (96,), generator=draw))
+loader = DataLoader(data, batch_size=32)
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
+"""
+LOOP = """
+trainer = lockstep.Trainer(net(), optimizer="adam", loss="cross_entropy", devices=2, shards=8, seed=0, lr=0.01)
+for epoch in range(2):
+    for batch in loader:
+        out = trainer.step(batch)
+found = trainer.evaluate(loader)
+sha256 = trainer.weights_sha256
+trainer.save("saved")
+print(out.step, sorted(found))
+"""
+AGAIN = """
+resumed = lockstep.Trainer.load("saved", model=net(), devices=3)  # the first is still open, as cells leave it
+for trainer in (trainer, resumed):
+    trainer.step(batch)
+print(trainer.weights_sha256 == resumed.weights_sha256)
+"""
+RUNS = """
+results = [lockstep.train(2, model=net(), data=data, batch_size=32, epochs=1, lr=0.1, engine=engine, quiet=True)
+           for engine in ("inprocess", "processes")]
+print(len({result.weights_sha256 for result in results}))
+"""
+
+
+@pytest.mark.filterwarnings("ignore")  # of the kernel's client: its event loop, its folders
+def test_a_loop_and_a_run_in_the_cells_of_a_notebook(tmp_path):
+    cells = [nbformat.v4.new_code_cell(source) for source in (SETUP, LOOP, AGAIN, RUNS)]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    client = NotebookClient(notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": tmp_path}})
+    client.execute()
+    printed = ["".join(each.text for each in cell.outputs if each.get("name") == "stdout") for cell in cells[1:]]
+    assert printed == ["6 ['accuracy', 'loss']\n", "True\n", "1\n"]
