@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lockstep
-from lockstep.core.errors import RunError
+from lockstep.core.errors import ConfigError, RunError
 from lockstep.data.order import sample_order
 from lockstep.partition.batch import split_into_shards
 
@@ -232,6 +232,14 @@ def test_evaluation_does_not_change_buffers_even_where_the_model_draws(images):
     torch.testing.assert_close(
         results[0].module.body[1].running_var, plain_loop(module, images).body[1].running_var, rtol=1e-5, atol=1e-5
     )
+
+
+@pytest.mark.filterwarnings("ignore")  # that they are old
+@pytest.mark.parametrize("name", ["spectral_norm", "weight_norm"])
+def test_the_old_norms_of_weights_are_refused_with_the_new_ones(images, name):
+    module = nn.Sequential(nn.Flatten(), getattr(nn.utils, name)(nn.Linear(32, 3)))
+    with pytest.raises(ConfigError, match=rf"1 has the old .*Use torch.nn.utils.parametrizations.{name}"):
+        lockstep.train(model=module, data=images, batch_size=8, quiet=True)
 
 
 def test_spectral_norm_trains(images):

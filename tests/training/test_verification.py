@@ -210,6 +210,23 @@ def test_one_wrong_bit_is_found_and_its_rank_named(monkeypatch, k, rank):
     assert "silent data corruption" in said
 
 
+@pytest.mark.parametrize(("k", "rank"), [(2, 1), (3, 0), (3, 2)])
+def test_a_wrong_bit_in_the_memory_of_a_rank_is_found_and_named_by_the_next_verified_step(monkeypatch, k, rank):
+    original = ModuleReplica.end_update
+
+    def end_update(self):
+        original(self)
+        if THIS_THREAD.rank == rank and self._step == 17:
+            self.module.layer.weight.data.view(torch.int32)[0, 3] ^= 1 << 5
+
+    monkeypatch.setattr(ModuleReplica, "end_update", end_update)
+    with pytest.raises(LockstepError) as caught:
+        lockstep.train(model=Net(), devices=k, verify_every=5, **{**HOW, "epochs": 17})  # 51 steps
+    which = "a replica is not equal to the others" if k == 3 else "the replicas are not equal"
+    assert str(caught.value).startswith(f"step 19: {which} any more: rank {rank if k == 3 else 1} (cpu:")
+    assert "first in layer.weight" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     "how", [{}, {"batch_norm": "sync"}, {"over": "batch", "loss": lambda o, y: F.cross_entropy(o, y)}]
 )

@@ -234,7 +234,8 @@ def _inputs_and_target(sample: Any, is_checked: bool) -> Any:
         return {name: _tensor(part) for name, part in sample.items()}
     if (found := pair_of(sample)) is None:
         kind = type(sample).__name__
-        raise TypeError(f"it is a {kind}, and must be a pair (the model's input, the target), more inputs, or a dict")
+        what = "must be a pair (the model's input, the target), more inputs, or a dict"
+        raise TypeError(f"it is a {kind}, and {what}; or give a collate_fn that makes one of them of a shard's samples")
     return found
 
 

@@ -19,6 +19,8 @@ from lockstep.models import BuiltIn
 from lockstep.replicas.module_state import call, copy_of, modules_in_eval_mode, put_in_eval_mode
 from lockstep.replicas.train_spec import TrainSpec
 
+OLD_NORMS = {"SpectralNorm": "spectral_norm", "WeightNorm": "weight_norm"}  # hooks of torch.nn.utils
+
 
 def made_module(model: Any, data: Dataset | None, seed: int) -> nn.Module:
     """A module that can be trained. What a function makes depends on the seed only."""
@@ -45,6 +47,12 @@ def made_module(model: Any, data: Dataset | None, seed: int) -> nn.Module:
                 "Give the module itself, and compile=True: then shards are compiled, with the same bits on any devices"
             )
             raise ConfigError(f"{what} is compiled already, and a copy of it for each device would not be. {hint}.")
+        for hook in part._forward_pre_hooks.values():
+            if (old := OLD_NORMS.get(type(hook).__name__)) is not None:
+                raise ConfigError(
+                    f"{name or 'The model'} has the old torch.nn.utils.{old}, which computes its weight anew in every "
+                    f"forward pass and keeps it. Use torch.nn.utils.parametrizations.{old}."
+                )
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
             raise ConfigError(f"{name} has no shape yet (a lazy layer). Run one sample through the module first.")
