@@ -120,6 +120,12 @@ class RunConfig:
     compile: bool = setting(
         False, "Compile the model (torch.compile): faster steps; the weights differ from those without.", IDENTITY
     )
+    portable: bool = setting(
+        False,
+        "Use kernels that all x86-64 processors of the last ten years have (AVX2): other processors give the same "
+        "weights, too. Slower where there is AVX-512; the weights differ from those without.",
+        IDENTITY,
+    )
     capture: bool = setting(True, "Capture steps on GPUs as CUDA graphs.")
     trace: bool = setting(False, "Write a timeline of every device to trace.json, for Chrome or Perfetto.", AGREED)
     workers: int | None = setting(

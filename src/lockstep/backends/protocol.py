@@ -156,6 +156,8 @@ class Backend(ABC):
 
     # --- a run ---
 
+    portable_variables = ""  # environment variables that choose the kernels of `pin_kernels`, as a shell takes them
+
     @abstractmethod
     def session(self, devices: list[Device]) -> AbstractContextManager[None]:
         """Within it, kernels are deterministic; on exit every setting is restored."""
@@ -167,6 +169,14 @@ class Backend(ABC):
     def can_fork(self) -> bool:
         """Whether processes that are forked now can use the devices."""
         return True
+
+    def pin_kernels(self) -> None:
+        """Kernels from now on are those that all processors of the last ten years have."""
+        raise BackendError(f"Lockstep cannot choose the kernels of {self.name}. Leave --portable out, or use torch.")
+
+    def kernel_choice(self, device: Device) -> dict[str, str]:
+        """What decides how a device rounds, by name: the processor, and settings of libraries."""
+        return {"processor": cpu().name}
 
     def random_state(self) -> bytes:
         """The state of the framework's own random generator; always the same where it cannot be read."""

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from lockstep.backends.protocol import Backend, Capabilities, Function, GraphCapture, LossSum, OnReady, Ops
 from lockstep.backends.torch_capture import TorchGraphCapture
 from lockstep.backends.torch_gradient_vector import GradientVector
+from lockstep.backends.torch_kernel_choice import VARIABLES, kernel_choice, pin_kernels
 from lockstep.backends.torch_lenet_cpu import ConvReluPool2d
 from lockstep.backends.torch_session import deterministic_session, start_thread
 from lockstep.core.device import Device, Hardware
@@ -72,6 +73,8 @@ class TorchBackend(Backend):
 
     # --- a run ---
 
+    portable_variables = VARIABLES
+
     def session(self, devices: list[Device]) -> AbstractContextManager[None]:
         return deterministic_session(devices)
 
@@ -80,6 +83,12 @@ class TorchBackend(Backend):
 
     def can_fork(self) -> bool:
         return not torch.cuda.is_initialized()
+
+    def pin_kernels(self) -> None:
+        pin_kernels()
+
+    def kernel_choice(self, device: Device) -> dict[str, str]:
+        return kernel_choice(device)
 
     def random_state(self) -> bytes:
         states = [torch.get_rng_state()]

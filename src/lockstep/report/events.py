@@ -21,6 +21,7 @@ class RunStarted:
     steps_per_epoch: int
     keeps_bits: bool  # whether the exchange adds in the tree's order
     model: str = ""  # its name, where the settings have none
+    made_with: dict[str, str] = field(default_factory=dict)  # what decides how it rounds: versions, processor, settings
     notes: list[str] = field(default_factory=list)  # what the user should know before it starts
     step: int = 0  # steps that are done already, of a run that is resumed
     num_restarts: int = 0  # how often it continued with other workers
@@ -67,6 +68,7 @@ class Result:
     buffers_sha256: str | None = None  # of the model's buffers, like running statistics
     buffers: dict[str, Array] = field(default_factory=dict, repr=False)
     module: Any = field(default=None, repr=False)  # the trained module, where the model is one
+    notes: list[str] = field(default_factory=list)  # what may have changed the bits on the way, like another processor
     ema: dict[str, Array] = field(default_factory=dict, repr=False)  # the moving average of all weights, if asked for
 
     def summary(self) -> dict[str, Any]:

@@ -78,7 +78,8 @@ class RunLog:
                     if self._is_resumed:
                         for part in (*self.folder.glob(".part-*"), *self.folder.glob("checkpoints/.part-*")):
                             part.unlink(missing_ok=True)  # an incomplete file of a run that was killed
-                    self._text("config.json", to_json({**event.config, "data_sha256": event.data_sha256}, indent=2))
+                    settings = {**event.config, "data_sha256": event.data_sha256, "made_with": event.made_with}
+                    self._text("config.json", to_json(settings, indent=2))
                     is_new = event.step == 0 and event.num_restarts == 0
                     self._line("started" if is_new else "resumed", asdict(event))
                 case StepDone():

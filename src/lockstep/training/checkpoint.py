@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.backends import Backend
 from lockstep.config import RunConfig, settings_in
 from lockstep.core.device import Device
 from lockstep.core.entry_points import is_entry_point
@@ -38,6 +39,7 @@ class Progress:
     weights: list[float] = field(default_factory=list)  # the same, where the loss has weights of its own
     seconds: float = 0.0  # of training in the current epoch so far
     first_loss: float = float("nan")
+    notes: list[str] = field(default_factory=list)  # what may have changed the bits on the way
     history: list[EpochDone] = field(default_factory=list)  # of the epochs that are done
 
 
@@ -99,9 +101,20 @@ def identity_of(config: RunConfig, task: Task) -> dict[str, Any]:
     return identity
 
 
-def made_with(backend_version: str, devices: list[Device]) -> dict[str, str]:
+def made_with(backend: Backend, device: Device) -> dict[str, str]:
     """What may round differently elsewhere: where it differs, a run resumes with a warning."""
-    return {"backend_version": backend_version, "kind of device": devices[0].kind}
+    software = {"version of the backend": backend.version(), "kind of device": device.kind}
+    return {**software, **backend.kernel_choice(device)}
+
+
+def differences(checkpoint: Checkpoint, now: dict[str, str]) -> list[str]:
+    """What is not as it was when the checkpoint was made, as sentences."""
+    then, later = checkpoint.made_with, "from now on the bits may differ"
+    return [
+        f"The checkpoint was made with another {name}, {then.get(name)}, and this is {now.get(name)}: {later}."
+        for name in {**then, **now}
+        if then.get(name) != now.get(name)
+    ]
 
 
 def check_same_run(run: dict[str, Any], identity: dict[str, Any], config: RunConfig) -> None:

@@ -117,7 +117,8 @@ class Training:
             num_parameters=sum(task.initial[name].size for name in task.parameters),
             steps_per_epoch=self._steps_per_epoch,
             keeps_bits=config.exchange in KEEPS_THE_TREE,
-            notes=[*([] if self._start.num_restarts else task.notes), *self._start.notes],
+            made_with=self.state.made_with,
+            notes=[*([] if self._start.num_restarts else task.notes), *self.state.differences, *self._start.notes],
             step=self.progress.step,
             num_restarts=self._start.num_restarts,
         )

@@ -35,6 +35,7 @@ def result_of(
         buffers_sha256=sha256_of([weights[name] for name in buffers]) if buffers else None,
         history=history,
         run=config.out,
+        notes=progress.notes,
         params={name: weights[name] for name in task.parameters},
         buffers={name: weights[name] for name in buffers},
         module=task.trained(weights),

@@ -8,7 +8,7 @@ from lockstep.core.device import Device
 from lockstep.core.errors import ConfigError
 from lockstep.report.console import fetch_progress
 from lockstep.report.runlog import RunLog, read_settings
-from lockstep.training.checkpoint import Checkpoints, check_length, check_same_run, identity_of, made_with
+from lockstep.training.checkpoint import Checkpoints, check_length, check_same_run, identity_of
 from lockstep.training.loop import ResumePoint
 from lockstep.training.setup import Prepared, prepare
 from lockstep.training.task import UserObjects
@@ -52,10 +52,6 @@ def find_resume_point(config: RunConfig, prepared: Prepared, resume: bool) -> Re
     check_same_run(found.run, identity, config)
     check_length(found.progress, config, task.num_train)
     checked_weights(task.initial, found.weights, path, config.model)
-    for name, value in made_with(prepared.backend.version(), prepared.devices).items():
-        if (saved := found.made_with.get(name)) != value:
-            what = f"another {name.replace('_', ' ')}, {saved}, and this is {value}"
-            notes.append(f"The checkpoint was made with {what}: from now on the bits may differ.")
     if len(found.progress.history) == config.num_epochs:
         notes.append(f"all {config.num_epochs} epochs are done; for more, use --epochs")
     else:

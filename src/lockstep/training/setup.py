@@ -57,6 +57,7 @@ def prepare(
     if config.on_hang == "drop" and config.engine != "processes":
         raise ConfigError("--on-hang drop needs --engine processes: a thread that hangs cannot be dropped.")
     backend = load_backend(config.backend)
+    check_portable(config, backend)
     engines = {name: ENGINES[name] for name in ("auto", *backend.capabilities.engines)}
     pick(engines, config.engine, f"engine for {backend.name}")
     if devices is None:
@@ -73,6 +74,12 @@ def prepare(
     from lockstep.training.module_task import module_task  # loads its framework
 
     return Prepared(backend, devices, module_task(config, devices, model, data, objects), callbacks)
+
+
+def check_portable(config: RunConfig, backend: Backend) -> None:
+    """With --portable, chooses the kernels; before anything is computed."""
+    if config.portable:
+        backend.pin_kernels()
 
 
 def with_engine(config: RunConfig) -> RunConfig:

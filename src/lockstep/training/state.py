@@ -4,10 +4,11 @@ from copy import deepcopy
 from typing import Any, NamedTuple
 
 from lockstep.config import RunConfig
+from lockstep.core.errors import ConfigError
 from lockstep.core.layout import Array
 from lockstep.partition.balance import balance_for
 from lockstep.runtime.engine import Engine
-from lockstep.training.checkpoint import Checkpoint, Progress, made_with
+from lockstep.training.checkpoint import Checkpoint, Progress, differences, made_with
 from lockstep.training.drift import Healing
 from lockstep.training.replica_set import ReplicaSet
 from lockstep.training.setup import make_steps
@@ -29,7 +30,10 @@ class TrainingState:
         self._config, self._engine, self._trained = config, engine, trained
         self._healing = Healing(config)
         self.balance = balance_for(config.balance)
+        self.made_with = made_with_by_all(engine)
         self.restore(start)
+        self.differences = [] if start is None else differences(start, self.made_with)
+        self.progress.notes += self.differences
         self._healing.remember(self.local_checkpoint)
 
     def restore(self, start: Checkpoint | None) -> None:
@@ -55,9 +59,26 @@ class TrainingState:
         return self._checkpoint(self.replicas.local_weights(), self.replicas.local_states())
 
     def _checkpoint(self, weights: dict[str, Array], states: dict[str, Any]) -> Checkpoint:
-        software = made_with(self._engine.backend.version(), self._engine.devices)
-        return Checkpoint(self._trained.identity, software, deepcopy(self.progress), weights, states)
+        return Checkpoint(self._trained.identity, self.made_with, deepcopy(self.progress), weights, states)
 
     def close(self) -> None:
         """Lets go of the steps: CUDA graphs hold memory of the GPU."""
         del self.steps
+
+
+def made_with_by_all(engine: Engine) -> dict[str, str]:
+    """What decides how the ranks round; refuses ranks that differ."""
+    own = [made_with(engine.backend, engine.devices[rank]) for rank in engine.local_ranks]
+    first, *others = engine.all_gather(own)
+    for rank, other in enumerate(others, start=1):
+        if names := [name for name in {**first, **other} if first.get(name) != other.get(name)]:
+            name = names[0]
+            hint = "Use devices of one model"
+            if engine.devices[rank].kind == "cpu" and engine.backend.portable_variables:
+                hint = f"Use --portable, or set {engine.backend.portable_variables} for all of them"
+            raise ConfigError(
+                f"Rank {rank} ({engine.devices[rank]}) has another {name} than rank 0: {other.get(name)} and "
+                f"{first.get(name)}. They round differently: the weights would depend on who computes which shard. "
+                f"{hint}."
+            )
+    return own[0]

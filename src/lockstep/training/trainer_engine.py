@@ -10,12 +10,14 @@ from lockstep.core.errors import ConfigError
 from lockstep.core.torchrun_env import TorchrunEnv, torchrun_env
 from lockstep.runtime.engine import Engine
 from lockstep.runtime.inprocess import InProcess
+from lockstep.training.setup import check_portable
 
 
 @contextmanager
 def trainer_engine(config: RunConfig) -> Iterator[Engine]:
     """An engine without a session of its own: the trainer has one in every call."""
     backend = load_backend(config.backend)
+    check_portable(config, backend)
     with ExitStack() as undo:
         if env := torchrun_env():
             yield undo.enter_context(_torchrun_engine(config, env))
