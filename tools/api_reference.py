@@ -7,6 +7,7 @@ import inspect
 import re
 import sys
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import lockstep
@@ -28,18 +29,27 @@ def section(name: str) -> str:
     """One public function or class."""
     thing: Any = getattr(lockstep, name)
     lines = [f"## `{name}`\n"]
-    if inspect.isfunction(thing):
+    if inspect.isfunction(thing) or name == "Trainer":
         lines.append(f"```\n{name}{signature(thing)}\n```\n")
     lines.append(markdown(inspect.getdoc(thing) or ""))
     if inspect.isclass(thing):
         for method, member in vars(thing).items():
-            if not method.startswith("_") and (inspect.isfunction(member) or isinstance(member, property)):
+            if not method.startswith("_") and isinstance(member, (FunctionType, classmethod, property)):
                 said = (inspect.getdoc(member) or "").partition("\n")[0]
-                lines.append(f"- `{method}{'()' if inspect.isfunction(member) else ''}`: {said}")
+                lines.append(f"- `{method}{arguments_of(member)}`: {said}")
         fields = re.findall(r"^    (\w+): [^#\n]+# (.*)$", inspect.getsource(thing), re.MULTILINE)
         lines += [f"- `{field}`: {said}" for field, said in fields]
         lines.append("")
     return "\n".join(lines)
+
+
+def arguments_of(member: Any) -> str:
+    """The names of a method's arguments; nothing for a property."""
+    if isinstance(member, property):
+        return ""
+    function = member.__func__ if isinstance(member, classmethod) else member
+    names = [str(each.replace(annotation=each.empty)) for each in inspect.signature(function).parameters.values()]
+    return f"({', '.join(names[1:])})"
 
 
 def signature(function: Any) -> str:

@@ -238,3 +238,13 @@ def test_data_that_is_not_map_style_is_refused(data, sentence):
         lockstep.train(model=nn.Linear(6, 3), data=data, devices=1, **SETTINGS)
     assert str(refused.value).startswith(sentence)
     assert nothing_is_left()
+
+
+def test_a_pair_of_lists_of_samples(vectors):
+    X, y = vectors
+    samples = [(x, int(label)) for x, label in zip(X, y, strict=True)]
+    results = [
+        lockstep.train(model=nn.Linear(6, 3), data=data, devices=2, workers=0, **SETTINGS)
+        for data in ((samples, samples[:10]), [samples, samples[:10]])
+    ]
+    assert [set(result.metrics) for result in results] == [{"loss", "accuracy"}] * 2

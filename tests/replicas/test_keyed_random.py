@@ -120,7 +120,7 @@ def test_draws_from_python_or_numpy_in_the_forward_pass_are_refused(vectors, sou
         def forward(self, x):
             return super().forward(x * (draw() if self.training else 1.0))
 
-    with pytest.raises(RunError, match=f"Random numbers were drawn from {source} while the model was computed"):
+    with pytest.raises(RunError, match=f"Random numbers were drawn from {source} while model or loss were computed"):
         lockstep.train(model=Draws(6, 3), data=vectors, devices=2, batch_size=16, epochs=1, quiet=True)
 
 

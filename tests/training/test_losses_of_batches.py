@@ -5,6 +5,7 @@ Each is compared with the plain loop on the whole batch, for any number of devic
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -145,18 +146,21 @@ def test_the_loss_of_test_samples_is_divided_by_their_weights():
 
 def test_a_run_with_weights_is_resumed_with_the_same_bits(tmp_path):
     X, y = data_of("token mean")
-    left = [10_000]  # calls until it fails
+    calls = []
 
     def loss(output, y):
-        left[0] -= 1
-        if not left[0]:
+        calls.append("called")
+        if len(calls) == fails_at:
             raise ValueError("lost")
         return token_mean(output, y)
+
+    fails_at = 0
 
     arguments = {"loss": loss, "data": (X.numpy(), y.numpy()), "batch_size": BATCH, "lr": 0.1, "quiet": True}
     whole = lockstep.train(model=made(Tagger), epochs=3, devices=2, **arguments)
     arguments |= {"checkpoint_every": 1, "out": tmp_path / "run", "epochs": 3}
-    left[0] = 30  # in the second epoch
+    calls.clear()
+    fails_at = 30  # in the second epoch
     with pytest.raises(LockstepError, match="lost"):
         lockstep.train(model=made(Tagger), devices=1, **arguments)
     result = lockstep.train(model=made(Tagger), devices=3, resume=True, **arguments)
@@ -274,3 +278,67 @@ def test_what_does_not_go_together_with_a_loss_over_the_batch_is_said():
     X, y = data_of("class weights")
     with pytest.raises(ConfigError, match="--over batch"):
         lockstep.train(model=nn.Linear(6, 5), data=(X, y), batch_size=BATCH, over="batch", batch_norm="sync")
+
+
+@pytest.mark.parametrize("draw", [torch.rand_like, torch.randn_like, F.dropout], ids=lambda each: each.__name__)
+def test_random_numbers_that_a_loss_draws_are_keyed_by_the_shard(tmp_path, draw):
+    def loss(output, y):
+        return F.cross_entropy(output + draw(output), y, reduction="none")
+
+    X, y = data_of("class weights")
+    how = {"data": (X.numpy(), y.numpy()), "batch_size": BATCH, "epochs": 2, "lr": 0.1, "quiet": True, "loss": loss}
+    hashes = {
+        lockstep.train(model=made(lambda: nn.Linear(6, 5)), devices=k, engine=engine, **how).weights_sha256
+        for k, engine in ((1, "inprocess"), (2, "inprocess"), (3, "inprocess"), (2, "processes"))
+    }
+    cut = {**how, "out": tmp_path / "run", "checkpoint_every": 1}
+    lockstep.train(model=made(lambda: nn.Linear(6, 5)), on_step=lambda r: r.stop() if r.step == 4 else None, **cut)
+    resumed = lockstep.train(model=made(lambda: nn.Linear(6, 5)), devices=2, resume=True, **cut)
+    assert hashes == {resumed.weights_sha256}
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_loss_that_draws_from_numpy_is_refused(k):
+    X, y = data_of("class weights")
+    with pytest.raises(LockstepError, match=r"drawn from numpy.random while model or loss were computed"):
+        lockstep.train(
+            model=made(lambda: nn.Linear(6, 5)), data=(X, y), batch_size=BATCH, devices=k, quiet=True,
+            loss=lambda output, y: F.cross_entropy(output, y, reduction="none") * np.random.rand(),
+        )  # fmt: skip
+
+
+def test_one_label_for_each_sample_that_is_ignored_needs_the_loss_that_counts_the_others():
+    X, y = data_of("class weights")
+    y[::3] = IGNORED
+    how = {"data": (X.numpy(), y.numpy()), "batch_size": BATCH, "epochs": 1, "lr": 0.1, "quiet": True}
+    with pytest.raises(LockstepError, match=r"labels of -100.*loss=nn.CrossEntropyLoss\(\)"):
+        lockstep.train(model=made(lambda: nn.Linear(6, 5)), **how)
+    result = lockstep.train(model=made(lambda: nn.Linear(6, 5)), loss=nn.CrossEntropyLoss(), **how)
+    _, _, first_loss = plain_loop(made(lambda: nn.Linear(6, 5)), nn.CrossEntropyLoss(), X, y)
+    assert result.first_loss == pytest.approx(first_loss, abs=1e-5)
+    with lockstep.Trainer(made(lambda: nn.Linear(6, 5)), loss=nn.CrossEntropyLoss(), metrics="accuracy") as trainer:
+        counted = y != IGNORED
+        expected = (trainer.module(X).argmax(1) == y)[counted].float().mean()
+        assert trainer.evaluate((X, y))["accuracy"] == pytest.approx(float(expected))
+
+
+OTHERS = {
+    "margin": nn.MultiMarginLoss(), "soft margin": nn.SoftMarginLoss(), "poisson": nn.PoissonNLLLoss(),
+    "multi-label": nn.MultiLabelSoftMarginLoss(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_other_loss_modules_that_return_a_mean_are_exact(case):
+    loss, (X, y) = OTHERS[case], data_of("class weights")
+    if case != "margin":
+        y = torch.randint(2, (50, 5), generator=torch.Generator().manual_seed(1)).float()
+    y = 2 * y - 1 if case == "soft margin" else y
+    with lockstep.Trainer(made(lambda: nn.Linear(6, 5)), loss=loss, devices=2, lr=0.1) as trainer:
+        expected = loss(trainer.module(X), y).item()
+        assert trainer.step((X, y)).loss == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_loss_module_that_returns_a_sum_is_refused():
+    with pytest.raises(ConfigError, match=r"adds up over the samples.*reduction='mean'"):
+        lockstep.Trainer(nn.Linear(6, 5), loss=nn.CrossEntropyLoss(reduction="sum"))

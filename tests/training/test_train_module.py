@@ -414,7 +414,11 @@ ERRORS = [
     ({"model": nn.Linear(6, 3).requires_grad_(False)}, ConfigError, "Linear has no parameter to train"),
     ({"loss": "crossentropy"}, ConfigError, "There is no loss called 'crossentropy'. Did you mean 'cross_entropy'?"),
     ({"loss": 3}, ConfigError, "The loss is a int."),
-    ({"loss": nn.MultiMarginLoss()}, RunError, "The loss returned a tensor of shape () for 2 samples."),
+    (
+        {"loss": lambda o, y: F.multi_margin_loss(o, y)},
+        RunError,
+        "The loss returned a tensor of shape () for 2 samples.",
+    ),
     ({"loss": lambda o, y: o}, RunError, "The loss returned a tensor of shape (2, 3) for 2 samples."),
     ({"loss": lambda o, y: 0.5}, RunError, "The loss returned a float for 2 samples."),
     ({"loss": lambda o, y: o.detach().sum(1)}, RunError, "The loss does not depend on any parameter that is trained."),

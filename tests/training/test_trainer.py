@@ -376,3 +376,65 @@ def test_the_same_loop_under_torchrun(program):
     assert program("torchrun", "torchrun", torchrun=2) == (0, whole)
     assert program("killed", 1, dies=5)[0] == -signal.SIGKILL
     assert program("killed", "torchrun", torchrun=3) == (0, whole)
+
+
+def test_random_numbers_in_apply_are_the_same_for_all_replicas():
+    def add_noise(module):
+        for param in module.parameters():
+            param.grad.add_(torch.randn_like(param), alpha=0.1)
+
+    def loop(k):
+        with lockstep.Trainer(net(), lr=0.1, devices=k, check_every=1) as trainer:
+            for batch in batches(1):
+                trainer.gradients(batch)
+                trainer.apply(add_noise)
+                trainer.update()
+            return trainer.weights_sha256
+
+    assert same_for_all(loop)
+
+
+def test_a_loss_that_uses_a_module_with_dropout_has_the_same_bits():
+    def loop(k):
+        torch.manual_seed(0)
+        critic = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Linear(16, 1))
+        how = {"lr": 0.1, "devices": k}
+        with (
+            lockstep.Trainer(critic, loss=lambda o, y: o.square().sum(1), **how) as judge,
+            lockstep.Trainer(nn.Linear(6, 6), loss=lambda o, y: judge.module(o).square().sum(1), **how) as artist,
+        ):
+            for X, y in batches(1):
+                judge.step((X, y))
+                artist.step((X, y))
+            return artist.weights_sha256
+
+    assert same_for_all(loop)
+
+
+def test_a_list_of_two_tensors_is_one_batch_to_evaluate():
+    with lockstep.Trainer(net(), lr=0.1, devices=2) as trainer:
+        assert trainer.evaluate([X, Y]) == trainer.evaluate((X, Y))
+
+
+def test_checkpointing_of_batch_norm_over_the_whole_batch_is_refused():
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.inner, self.last = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+        def forward(self, X):
+            return self.last(checkpoint(self.inner, self.first(X), use_reentrant=False))
+
+    with (
+        lockstep.Trainer(Checkpointed(), lr=0.1, devices=2, batch_norm="sync") as trainer,
+        pytest.raises(LockstepError, match="Leave batch norm out of checkpointed parts"),
+    ):
+        trainer.step((X, Y))
+
+
+def test_a_shard_of_one_sample_is_too_small_for_batch_norm():
+    with (
+        lockstep.Trainer(net(), lr=0.1, devices=1) as trainer,
+        pytest.raises(LockstepError, match=r"has one sample only, too few for batch norm .*batch_norm='sync'"),
+    ):
+        trainer.step((X[:8], Y[:8]))

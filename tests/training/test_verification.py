@@ -123,7 +123,7 @@ CASES = {
     "teacher": (Teacher, None, "the model's teacher.weight"),
     "private": (PrivateCounter, None, "the model's _calls"),
     "dict": (CounterInADict, None, "the model's kept.calls.0"),
-    "late": (LateFloat, None, "the model's scale"),
+    "late": (LateFloat, None, "the model's kept.calls"),
     "numpy": (NumpyGenerator, None, "the model's generator"),
     "python": (PythonGenerator, None, "the model's generator"),
     "loss": (Net, Annealed, "the loss's calls"),
@@ -139,8 +139,37 @@ def test_a_state_that_shards_hand_on_is_named(case, engine, k):
     given = {} if loss is None else {"loss": loss()}
     with pytest.raises(LockstepError) as caught:
         lockstep.train(model=make(), devices=k, engine=engine, **given, **HOW)
-    assert "did not give the same bits when it was computed again" in str(caught.value)
+    assert "while a shard is computed" in str(caught.value)
     assert name in str(caught.value)
+
+
+class Annealing:
+    """A loss that counts its calls, which has an effect later."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, output, y):
+        self.calls += 1
+        return F.cross_entropy(output, y, reduction="none") * (0.5 if self.calls > 100 else 1.0)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_a_counter_of_the_loss_is_named_before_it_has_an_effect(k):
+    with pytest.raises(LockstepError, match=r"step 2: while a shard is computed, the loss's calls changes"):
+        lockstep.train(model=Net(), loss=Annealing(), devices=k, **HOW)
+
+
+def test_a_list_that_the_loss_appends_to_is_allowed():
+    seen = []
+
+    def loss(output, y):
+        seen.append(len(y))
+        return F.cross_entropy(output, y, reduction="none")
+
+    hashes = {lockstep.train(model=Net(), loss=loss, devices=k, **HOW).weights_sha256 for k in (1, 2, 3)}
+    assert len(hashes) == 1
+    assert seen
 
 
 class RandomFlips(torch.utils.data.Dataset):

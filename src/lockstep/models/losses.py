@@ -29,6 +29,11 @@ def cross_entropy(scores: Any, y: Tensor) -> Tensor:
             f"The model gives scores of shape {tuple(scores.shape)} for labels of shape {tuple(y.shape)}. Classes come "
             f"second, as in PyTorch: (samples, classes, positions). Use scores.transpose(1, 2) in the model."
         )
+    if y.ndim == 1 and not y.is_floating_point() and not y.is_cuda and bool((y == IGNORED).any()):
+        raise RunError(
+            "There are samples with labels of -100, which do not count: a mean over all samples would count them. Use "
+            "loss=nn.CrossEntropyLoss(), which divides by the samples that count."
+        )
     if scores.ndim > 2 and y.ndim == scores.ndim - 1:  # classes last, as most models compute them: kernels are faster
         rows, labels = scores.movedim(1, -1).flatten(0, -2), y.flatten()
         return _over_positions(_cross_entropy_of_rows(rows, labels).view(y.shape), _counts(y))
@@ -57,9 +62,11 @@ def bce(scores: Any, y: Tensor) -> Tensor:
     return _over_positions(F.binary_cross_entropy_with_logits(shaped_like(first(scores), y), y, reduction="none"))
 
 
-def accuracy(scores: Any, y: Tensor) -> Tensor:
+def accuracy(scores: Any, y: Tensor) -> Any:
     """1 where the highest score is that of the label (of the highest soft label), else 0; a mean over positions."""
     labels = y.argmax(dim=1) if y.is_floating_point() else y
+    if labels.ndim == 1:
+        return (first(scores).argmax(dim=1) == labels).sum(dtype=torch.float64), (labels != IGNORED).sum()
     return _over_positions((first(scores).argmax(dim=1) == labels).double(), _counts(labels))
 
 

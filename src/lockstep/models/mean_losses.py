@@ -6,16 +6,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.core.errors import ConfigError
 from lockstep.models.losses import first, shaped_like
 
 BY_LABEL = (nn.CrossEntropyLoss, nn.NLLLoss)
-BY_ENTRY = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.KLDivLoss)
+BY_SAMPLE = (nn.MultiMarginLoss, nn.MultiLabelMarginLoss, nn.MultiLabelSoftMarginLoss)
+BY_ENTRY = (
+    nn.SoftMarginLoss,
+    nn.PoissonNLLLoss,
+    nn.MSELoss,
+    nn.L1Loss,
+    nn.SmoothL1Loss,
+    nn.HuberLoss,
+    nn.BCELoss,
+    nn.BCEWithLogitsLoss,
+    nn.KLDivLoss,
+)
 
 
 def with_exact_mean(loss: Any) -> Any:
     """The loss, where it is no such module; else one that gives the pair (sum, weight)."""
-    is_mean = getattr(loss, "reduction", "") in ("mean", "batchmean")
-    return SumAndWeight(loss) if is_mean and type(loss) in (*BY_LABEL, *BY_ENTRY) else loss  # not one's own subclasses
+    if type(loss) not in (*BY_LABEL, *BY_SAMPLE, *BY_ENTRY):  # not one's own subclasses
+        return loss
+    if loss.reduction == "sum":
+        raise ConfigError("The loss adds up over the samples. Use reduction='mean': the mean over the batch is exact.")
+    return SumAndWeight(loss) if loss.reduction in ("mean", "batchmean") else loss
 
 
 class SumAndWeight(nn.Module):
@@ -36,6 +51,8 @@ class SumAndWeight(nn.Module):
             return self._sum(scores, y), share.sum(dtype=torch.float64)
         if isinstance(self._sum, BY_LABEL):
             count = y.numel() // y.shape[1]  # soft labels
+        elif isinstance(self._sum, BY_SAMPLE):
+            count = len(y)
         else:
             count, scores = len(y) if self._is_per_sample else y.numel(), shaped_like(scores, y)
         return self._sum(scores, y), torch.tensor(count, dtype=torch.float64)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.core.errors import ConfigError
+from lockstep.core.errors import ConfigError, RunError
 from lockstep.core.layout import Array
 from lockstep.models.losses import first
 
@@ -53,6 +53,11 @@ def arrays_for(output: Any, y: Any) -> tuple[Array, Array]:
     """The scores and the targets of some samples, which the metrics get."""
     scores = output.get("logits", output) if isinstance(output, Mapping) else getattr(output, "logits", output)
     targets = y.get("labels", y) if isinstance(y, Mapping) else y
+    if not isinstance(targets, (Tensor, tuple, list)):
+        raise ConfigError(
+            f"The targets are a {type(targets).__name__}, and a metric of all samples needs a tensor: where samples "
+            f"are dicts, their labels. Call them that, or give a metric of samples: a function of (output, y)."
+        )
     return _array(first(scores)), _array(first(targets))
 
 
@@ -61,10 +66,15 @@ def values_of(metrics: Mapping[str, Any], outputs: Sequence[tuple[Array, Array]]
     found: dict[str, float] = {}
     for name, metric in metrics.items():
         own = copy.deepcopy(metric)
-        own.reset()
-        for output, y in outputs:
-            own.update(torch.from_numpy(output), torch.from_numpy(y))
-        value = own.compute()
+        try:
+            own.reset()
+            for output, y in outputs:
+                own.update(torch.from_numpy(output), torch.from_numpy(y))
+            value = own.compute()
+        except Exception as problem:
+            shapes = sorted({str(output.shape) for output, _ in outputs})[:2]
+            got = f"It got outputs of shape {' and '.join(shapes)}"
+            raise RunError(f"The metric {name} failed: {type(problem).__name__}: {problem}. {got}.") from problem
         values = value if isinstance(value, Mapping) else {name: value}  # a collection of torchmetrics
         found |= {str(key): _number(str(key), each) for key, each in values.items()}
     return found

@@ -48,7 +48,7 @@ class BatchLoss:
         joined, leaves, is_per_sample = _joined(outputs, counts, all_gather, "the model's output")
         y, *_ = _joined([shard.y for shard in shards], counts, all_gather, "the target")
         seed = shard_seed(self._seed, self._losses.step, len(counts))  # behind those of the shards
-        with own.random.start(seed), self._losses.autocast():
+        with own.random.start(seed), self._losses.watched(), self._losses.autocast():
             loss = over_batch(self._losses.function, joined, y, sum(counts))
         check_depends_on_parameters(loss.total)
         wanted = [leaf for leaf in leaves if leaf.requires_grad]

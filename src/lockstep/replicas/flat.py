@@ -108,7 +108,7 @@ class FlatReplica(Capturable):
     def kept_state(self) -> dict[str, str]:
         return {}
 
-    def changed_state(self, before: dict[str, str]) -> list[str]:
+    def changed_state(self, before: dict[str, str], only_counters: bool = False) -> list[str]:
         return []
 
     def state_dict(self) -> Any:

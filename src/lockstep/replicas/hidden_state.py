@@ -1,6 +1,7 @@
 """What an object keeps, to find out what a computation has changed: numbers, tensors, generators, at any depth."""
 
 import random
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,13 +13,14 @@ from lockstep.core.layout import sha256_of
 from lockstep.replicas.module_state import to_numpy
 
 MAX_DEPTH, MAX_VALUES = 8, 20_000
+OURS = "lockstep.training."  # like another trainer, whose module a loss uses
 PLAIN = (int, float, complex, str, bytes, bool, type(None))
 
 
-def state_of(owner: Any) -> dict[str, str]:
-    """A text for each value that `owner` keeps, by its path. Without buffers, which every shard finds as they were."""
+def state_of(owner: Any, is_model: bool = True) -> dict[str, str]:
+    """A text for each value that `owner` keeps, by its path. Without a model's buffers: shards find them equal."""
     found: dict[str, str] = {}
-    for path, text in _walk(owner, "", 0, set()):
+    for path, text in _walk(owner, "", 0, set(), is_model):
         found[path] = text
         if len(found) >= MAX_VALUES:
             break
@@ -30,15 +32,21 @@ def changed(before: dict[str, str], after: dict[str, str]) -> list[str]:
     return [path for path in {**before, **after} if before.get(path) != after.get(path)]
 
 
-def _walk(value: Any, path: str, depth: int, seen: set[int]) -> Iterator[tuple[str, str]]:
+def counted(before: dict[str, str], after: dict[str, str]) -> list[str]:
+    """The paths of integers that have changed: they count something, and may have an effect later."""
+    both = [path for path in before if path in after and before[path] != after[path]]
+    return [path for path in both if all(text.lstrip("-").isdigit() for text in (before[path], after[path]))]
+
+
+def _walk(value: Any, path: str, depth: int, seen: set[int], is_model: bool) -> Iterator[tuple[str, str]]:
     if isinstance(value, PLAIN):
         yield path, repr(value)[:200]
     elif (text := _text(value)) is not None:
         yield path, text
-    elif depth < MAX_DEPTH and id(value) not in seen:
+    elif depth < MAX_DEPTH and id(value) not in seen and not type(value).__module__.startswith(OURS):
         seen.add(id(value))
-        for name, part in _parts(value):
-            yield from _walk(part, f"{path}.{name}" if path else name, depth + 1, seen)
+        for name, part in _parts(value, is_model):
+            yield from _walk(part, f"{path}.{name}" if path else name, depth + 1, seen, is_model)
 
 
 def _text(value: Any) -> str | None:
@@ -56,14 +64,16 @@ def _text(value: Any) -> str | None:
     return repr(value.get_state()) if isinstance(value, np.random.RandomState) else None
 
 
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+def _parts(value: Any, is_model: bool) -> Iterator[tuple[str, Any]]:
     if isinstance(value, nn.Module):
         yield from ((name, part) for name, part in vars(value).items() if name not in _OF_EVERY_MODULE)
         yield from value._parameters.items()
+        if not is_model:
+            yield from value._buffers.items()
         yield from value._modules.items()
     elif isinstance(value, Mapping):
         yield from ((str(key), part) for key, part in list(value.items()))
-    elif isinstance(value, (list, tuple, set, frozenset)):
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
         yield from ((str(number), part) for number, part in enumerate(list(value)))
     elif hasattr(value, "__closure__"):
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):

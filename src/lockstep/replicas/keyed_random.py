@@ -42,8 +42,8 @@ def no_draws_outside_of_pytorch() -> Iterator[None]:
     drawn = [name for name, state in _host_states().items() if state != before[name]]
     if drawn:
         raise RunError(
-            f"Random numbers were drawn from {' and '.join(drawn)} while the model was computed: the weights would "
-            f"depend on the number of devices. Draw from PyTorch in the model: torch.rand(()) is keyed by the shard."
+            f"Random numbers were drawn from {' and '.join(drawn)} while model or loss were computed: the weights "
+            f"would depend on the number of devices. Draw from PyTorch there: torch.rand(()) is keyed by the shard."
         )
 
 
@@ -58,7 +58,7 @@ class KeyedRandom(TorchDispatchMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.generator = torch.Generator(device)
-        self._on_cpu = self.generator if device.type == "cpu" else torch.Generator()
+        self.on_host = self.generator if device.type == "cpu" else torch.Generator()
         self._own: list[torch.Generator] = []  # made and seeded by the model itself since the start
         self._outer: KeyedRandom | None = None  # the one that this one replaces while it is entered
         self.is_restored = False  # activation checkpointing has put it back to where it was in the forward pass
@@ -72,8 +72,8 @@ class KeyedRandom(TorchDispatchMode):
     def start(self, seed: int) -> "KeyedRandom":
         """Seeds the random numbers."""
         self.generator.manual_seed(seed)
-        if self._on_cpu is not self.generator:
-            self._on_cpu.manual_seed(seed)
+        if self.on_host is not self.generator:
+            self.on_host.manual_seed(seed)
         self._own, self.is_restored = [], False
         return self
 
@@ -122,11 +122,11 @@ class KeyedRandom(TorchDispatchMode):
 
     def get_host_state(self) -> torch.Tensor:
         """The state of the numbers on the host, for activation checkpointing."""
-        return self._on_cpu.get_state()
+        return self.on_host.get_state()
 
     def set_host_state(self, state: torch.Tensor) -> None:
         """Puts them back."""
-        self._on_cpu.set_state(state)
+        self.on_host.set_state(state)
         self.is_restored = True
 
     @contextmanager
@@ -134,17 +134,17 @@ class KeyedRandom(TorchDispatchMode):
         """The same for compiled code, which draws from the process's generators only; without a seed, they continue."""
         if seed is not None:
             self.start(seed)
-        with DEFAULT_GENERATORS, nullcontext() if self._on_cpu is self.generator else self._as_gpu_default():
+        with DEFAULT_GENERATORS, nullcontext() if self.on_host is self.generator else self._as_gpu_default():
             theirs, default = torch.default_generator.get_state(), torch.default_generator
-            before = default.set_state(self._on_cpu.get_state()).get_state()
+            before = default.set_state(self.on_host.get_state()).get_state()
             try:
                 yield
             finally:
                 after = default.get_state()
-                self._on_cpu.set_state(after)
+                self.on_host.set_state(after)
                 default.set_state(theirs)
             if not torch.equal(before, after):
-                self.has_drawn, self.has_drawn_on_host = True, self._on_cpu is not self.generator
+                self.has_drawn, self.has_drawn_on_host = True, self.on_host is not self.generator
 
     @contextmanager
     def _as_gpu_default(self) -> Iterator[None]:
@@ -180,8 +180,8 @@ class KeyedRandom(TorchDispatchMode):
         device = where.device if isinstance(where, torch.Tensor) else torch.device(where or "cpu")
         if device.type != "cpu":
             return self.generator
-        self.has_drawn_on_host = self._on_cpu is not self.generator
-        return self._on_cpu
+        self.has_drawn_on_host = self.on_host is not self.generator
+        return self.on_host
 
 
 def _arguments(func: Any) -> list[str]:
@@ -254,7 +254,7 @@ class _Refuse(TorchDispatchMode):
                 return self._random.__torch_dispatch__(func, types, args, kwargs)
             raise RuntimeError(
                 f"{func} draws random numbers in the backward pass, others than in the forward pass. In activation "
-                f"checkpointing, use use_reentrant=False and preserve_rng_state=True; on GPUs, leave dropout out of "
-                f"checkpointed parts"
+                f"checkpointing, use use_reentrant=False and preserve_rng_state=True; on GPUs and with --batch-norm "
+                f"sync, leave dropout out of checkpointed parts"
             )
         return func(*args, **(kwargs or {}))

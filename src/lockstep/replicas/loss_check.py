@@ -18,7 +18,9 @@ def check_separable(loss: PerSample, output: Any, y: Any, num_samples: int) -> N
     if num_samples < 2:
         return
     cut = num_samples - num_samples // 2
-    before, num_lent = torch.get_rng_state(), THIS_THREAD.num_lent
+    num_lent = THIS_THREAD.num_lent
+    generator = torch.default_generator if THIS_THREAD.keyed is None else THIS_THREAD.keyed.on_host
+    before = generator.get_state()
     try:
         with torch.no_grad():
             whole = loss(*_part(output, y, num_samples, slice(0, num_samples)))
@@ -26,9 +28,12 @@ def check_separable(loss: PerSample, output: Any, y: Any, num_samples: int) -> N
             again = loss(*_part(output, y, num_samples, slice(0, num_samples)))
     except Exception:  # it may need them all: the step itself says what is wrong
         return
+    finally:
+        has_drawn = not torch.equal(before, generator.get_state())
+        generator.set_state(before)  # the step itself draws what it would have drawn
     if num_lent != THIS_THREAD.num_lent:  # the loss uses another model, whose norm layers may see all samples
         return
-    if not torch.equal(before, torch.get_rng_state()) or not _is_the_same(whole, [again], tolerance=0.0):
+    if has_drawn or not _is_the_same(whole, [again], tolerance=0.0):
         return
     if not _is_the_same(whole, parts):
         raise RunError(

@@ -24,7 +24,7 @@ from lockstep.replicas import module_state
 from lockstep.replicas.batch_loss import BatchLoss
 from lockstep.replicas.buffers import BufferUpdates
 from lockstep.replicas.gradients import Gradients
-from lockstep.replicas.hidden_state import changed, state_of
+from lockstep.replicas.hidden_state import changed, counted, state_of
 from lockstep.replicas.lent_module import LentModule
 from lockstep.replicas.optimizer_state import optimizer_state, restore_optimizer
 from lockstep.replicas.replica import AllGatherTensors, BatchSummary, Leaf, Measured, Shard
@@ -208,6 +208,11 @@ class ModuleReplica:
         self._held = None
         self._gradients.clear()
 
+    def apply(self, function: Callable[[nn.Module], Any], passes: int) -> None:
+        """Calls a function of the user's, with random numbers that are the same for all replicas."""
+        with self._random.start(seed_of(self._spec.seed, passes, 1, OPTIMIZER)):
+            function(self.module)
+
     def lent(self) -> nn.Module:
         """The module for a forward pass of somebody else, which does not change its buffers."""
         self.undo_step()
@@ -260,11 +265,12 @@ class ModuleReplica:
         return dict(zip(named, sums.tolist(), strict=True))
 
     def kept_state(self) -> dict[str, str]:
-        owners = {"the model's": self.module, "the loss's": self._losses.function}
-        return {f"{owner} {path}": text for owner, kept in owners.items() for path, text in state_of(kept).items()}
+        found = {f"the model's {path}": text for path, text in state_of(self.module).items()}
+        of_loss = state_of(self._losses.function, is_model=False)
+        return found | {f"the loss's {path}": text for path, text in of_loss.items()}
 
-    def changed_state(self, before: dict[str, str]) -> list[str]:
-        return changed(before, self.kept_state())
+    def changed_state(self, before: dict[str, str], only_counters: bool = False) -> list[str]:
+        return (counted if only_counters else changed)(before, self.kept_state())
 
     def state_dict(self) -> Any:
         self.undo_step()

@@ -97,8 +97,8 @@ class Replica(Protocol):
     def kept_state(self) -> dict[str, str]:
         """What the model and the loss keep besides parameters and buffers."""
 
-    def changed_state(self, before: dict[str, str]) -> list[str]:
-        """The names of what has changed of that since."""
+    def changed_state(self, before: dict[str, str], only_counters: bool = False) -> list[str]:
+        """The names of what has changed of that since; or `only_counters`, of integers."""
 
     def state_dict(self) -> Any:
         """What else a new replica needs to continue, as plain values and arrays: the optimizer's state."""

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -116,8 +116,9 @@ class ShardLoss:
             with self.autocast():
                 check_separable(self.function, output, shard.y, shard.num_samples)
         loss_of = self._compiled_loss if self._is_compiled(shard) else self.function
-        with self.autocast():
+        with self.watched(), self.autocast():
             found = summed(loss_of, "loss", output, shard.y, shard.num_samples)
+        self._has_computed = True
         check_depends_on_parameters(found.total)
         return found
 
@@ -128,12 +129,17 @@ class ShardLoss:
 
     def _output_of(self, module: nn.Module, shard: Shard) -> Any:
         versions = [param._version for _, param in self._params]
-        # not for the first: PyTorch imports parts of itself lazily, and draws a temporary file's name meanwhile
-        watch = no_draws_outside_of_pytorch() if self._has_computed else nullcontext()
-        with watch, self.autocast():
+        with self.watched(), self.autocast():
             call = self._compiled if self._is_compiled(shard) else module_state.call
-            output = call(module, self.in_memory_format(shard.X))
-        self._has_computed = True
+            try:
+                output = call(module, self.in_memory_format(shard.X))
+            except ValueError as problem:
+                if shard.num_samples > 1 or "more than 1 value per channel" not in str(problem):
+                    raise
+                raise RunError(
+                    f"A shard of this batch has one sample only, too few for batch norm ({problem}). Use larger "
+                    f"batches, fewer shards, or batch_norm='sync': the statistics of the whole batch."
+                ) from problem
         if versions != [param._version for _, param in self._params]:
             changed = next(n for (n, p), before in zip(self._params, versions, strict=True) if p._version != before)
             raise RunError(
@@ -141,6 +147,11 @@ class ShardLoss:
                 f"on the shard: devices would end with different parameters. Leave that out."
             )
         return output
+
+    def watched(self) -> AbstractContextManager[None]:
+        """Refuses draws from generators that all ranks share."""
+        # not for the first shard: PyTorch imports parts of itself lazily, and draws a temporary file's name meanwhile
+        return no_draws_outside_of_pytorch() if self._has_computed else nullcontext()
 
     def _is_compiled(self, shard: Shard) -> bool:
         return self.uses_compiled and shard.num_samples in self._spec.compiled_sizes

@@ -199,6 +199,11 @@ def _norm_forward(norm: Any, name: str, original: Callable[[Tensor], Tensor], x:
         return original(x)
     norm._check_input_dim(x)
     edge = get_gradient_edge(x) if x.requires_grad else None
+    if not hasattr(LOCAL, "shard"):
+        raise RunError(
+            f"{name} is computed again in the backward pass (activation checkpointing), where it cannot wait for the "
+            f"whole batch. Leave batch norm out of checkpointed parts, or use --batch-norm shard."
+        )
     normed = LOCAL.shard.pause_at(Cut(name, norm, x, edge))
     if norm.weight is None:
         return normed.clone()  # which may be written to: `normed` itself is a leaf of the graph

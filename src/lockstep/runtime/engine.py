@@ -57,6 +57,7 @@ class Position:
 
     phase: str = "start"
     step: int = 0
+    call: str = "a run"  # what the program has called, which must be the same for all
 
 
 class Rank(NamedTuple):
@@ -95,6 +96,10 @@ class Engine(Protocol):
 
     def each(self, phase: str, work: Callable[..., Any], *lists: Sequence[Any]) -> list[Any]:
         """`work(rank, device, ...)` for each local rank, all at the same time, with its entries of `lists`."""
+        ...
+
+    def set_call(self, call: str) -> None:
+        """Says what the program has called: the ranks of other processes must be in the same call."""
         ...
 
     def set_phase(self, phase: str) -> None:

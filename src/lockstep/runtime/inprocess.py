@@ -210,6 +210,9 @@ class InProcess:
         who = "; ".join(said)
         return f"{who or 'a rank arrived too late'}. If it is only slow, use a larger --timeout"
 
+    def set_call(self, call: str) -> None:
+        """One process makes one call."""
+
     def set_phase(self, phase: str) -> None:
         """All ranks are in this process: nobody waits elsewhere."""
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.core.errors import PeerFailure
+from lockstep.core.errors import PeerFailure, RunError
 from lockstep.core.serialization import pack, unpack
 from lockstep.core.tracing import WAIT, span
 from lockstep.data.dataset import map_leaves
@@ -48,18 +48,23 @@ class ProcessTransport:
         )
         self._position.phase = "exchange"
         with span(WAIT):  # for the last rank to arrive
-            packed = self._group.all_gather(pack(plain._asdict()))
-        found = [RankResult(**unpack(one, is_strict=False)) for one in packed]
+            packed = self._group.all_gather(pack({"call": self._position.call, "result": plain._asdict()}))
+        unpacked = [unpack(one, is_strict=False) for one in packed]
+        check_same_call(self._position.call, unpacked)
+        found = [RankResult(**one["result"]) for one in unpacked]
         ranks = [one._replace(buffers=[self._tensors(buffers) for buffers in one.buffers]) for one in found]
         return lambda: ranks
 
     def all_gather_tensors(self, layer: str, own: list[Tensor]) -> list[Tensor]:
         if self._is_cancelled:
             raise PeerFailure("The other ranks take no part any more.")
-        packed = pack({"layer": layer, "tensors": [tensor_to_plain(tensor) for tensor in own]})
+        packed = pack(
+            {"call": self._position.call, "layer": layer, "tensors": [tensor_to_plain(tensor) for tensor in own]}
+        )
         phase, self._position.phase = self._position.phase, "exchange"
         found = [unpack(other, is_strict=False) for other in self._group.all_gather(packed, self._busy)]
         self._position.phase = phase
+        check_same_call(self._position.call, found)
         check_same_layer(layer, [other["layer"] for other in found])
         return [tensor_from_plain(tensor, self._group.device) for other in found for tensor in other["tensors"]]
 
@@ -68,6 +73,17 @@ class ProcessTransport:
 
     def _tensors(self, plain: dict[str, Any]) -> dict[str, Tensor]:
         return {name: tensor_from_plain(tensor, self._group.device) for name, tensor in plain.items()}
+
+
+def check_same_call(own: str, found: list[Any]) -> None:
+    """Refuses ranks whose programs have called something else: what they sent means something else."""
+    for rank, other in enumerate(found):
+        call = other.get("call") if isinstance(other, dict) else None
+        if call != own:
+            raise RunError(
+                f"Another rank (number {rank} of those that take part) is in {call or 'another call'}, and this one in "
+                f"{own}. All processes must make the same calls in the same order: step, evaluate, save, weights."
+            )
 
 
 def tensor_to_plain(tensor: Tensor) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from lockstep.replicas.replica import Replica
 from lockstep.runtime.engine import Position, Rank, StepInput, StepResult, ranks_with_shards
 from lockstep.runtime.interpreter import Interpreter
 from lockstep.runtime.process_group import ProcessGroup
-from lockstep.runtime.process_transport import ProcessTransport
+from lockstep.runtime.process_transport import ProcessTransport, check_same_call
 from lockstep.runtime.rank_thread import RankThread
 from lockstep.schedules.instructions import Schedule
 
@@ -124,6 +124,9 @@ class Processes:
             raise RankError(self.rank, self.device, self.position.phase, problem, where) from problem
         return [result]
 
+    def set_call(self, call: str) -> None:
+        self.position.call = call
+
     def set_phase(self, phase: str) -> None:
         self.position.phase = phase
 
@@ -131,11 +134,13 @@ class Processes:
         return self.each("copying data to the device", lambda rank, device: self.backend.from_numpy(array, device))
 
     def all_gather(self, values: list[Any]) -> list[Any]:
+        own = pack({"call": self.position.call, "value": values[0]})
         (found,) = self.each(
             "exchange",
-            lambda rank, device: [unpack(other, is_strict=False) for other in self._group.all_gather(pack(values[0]))],
+            lambda rank, device: [unpack(other, is_strict=False) for other in self._group.all_gather(own)],
         )
-        return list(found)
+        check_same_call(self.position.call, found)
+        return [other["value"] for other in found]
 
     def broadcast(self, source: int, make: Callable[[], bytes]) -> bytes:
         own = make() if self.rank == source else b""

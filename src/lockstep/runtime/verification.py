@@ -84,6 +84,14 @@ class VerifiedSteps:
         """Two shards are computed on every rank, in different orders and one of them twice; then comes the step."""
         shards = split_into_shards(batch.num_samples, self._options.num_shards)
         self._check_samples(batch, shards, 0)
+        each = partial(self._engine.each, PHASE)
+        states = each(lambda rank, device, replica: replica.kept_state(), self._replicas)
+        self._compute_again(step, batch, shards)
+        kept = each(lambda rank, device, replica, state: replica.changed_state(state, True), self._replicas, states)
+        if names := [name for of_rank in self._engine.all_gather(kept) for name in of_rank]:
+            raise Unverified(f"step {step}: while a shard is computed, {_named(names)}")
+
+    def _compute_again(self, step: int, batch: Batch, shards: list[range]) -> None:
         if self._options.shards_together:  # they go through the model with those of all ranks
             self._compare(step, batch, self._observed_twice(step, batch))
             return
@@ -161,11 +169,7 @@ class VerifiedSteps:
         what = f"step {step}: shard {difference.shard} did not give the same bits when it was computed again"
         said = f"{what}: first in {difference.what}, on {who}"
         if changed:
-            names = " and ".join(list(dict.fromkeys(changed))[:3])
-            raise Unverified(
-                f"{said}. The cause: while a shard is computed, {names} changes, and is kept for the next. The weights "
-                f"would depend on the number of devices. Keep no state there, or make it a buffer: register_buffer."
-            )
+            raise Unverified(f"{said}. The cause: while a shard is computed, {_named(changed)}")
         sure = "" if difference.is_certain else " (no majority agrees)"
         raise Unverified(
             f"{said}{sure}. Nothing that the model or the loss keeps was seen to change: look for a device or memory "
@@ -200,6 +204,14 @@ class Observed:
         """The update that has waited."""
         assert self._waiting is not None, "the step has ended"
         self.replica.update(*self._waiting)
+
+
+def _named(changed: list[str]) -> str:
+    names = " and ".join(list(dict.fromkeys(changed))[:3])
+    return (
+        f"{names} changes, and is kept for the next. The weights would depend on the number of devices. Keep no state "
+        f"there, or make it a buffer of the model: register_buffer."
+    )
 
 
 def _alone(layer: str, tensors: list[Tensor]) -> list[Tensor]:

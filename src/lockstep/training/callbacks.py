@@ -89,7 +89,8 @@ class Callbacks(NamedTuple):
 
 def batches_in(data: Any) -> Iterable[Any]:
     """The batches to evaluate: a DataLoader, a list, or one batch as a pair or dict."""
-    batches = [data] if isinstance(data, (tuple, dict)) else data
+    is_one = isinstance(data, (tuple, dict)) or (isinstance(data, list) and len(data) > 1 and hasattr(data[0], "shape"))
+    batches = [data] if is_one else data
     if not isinstance(batches, Iterable):
         raise ConfigError(f"evaluate got a {type(data).__name__}. Give batches: a DataLoader, or (inputs, target).")
     return batches

@@ -126,6 +126,8 @@ def check_same_run(run: dict[str, Any], identity: dict[str, Any], config: RunCon
         words = {"num_shards": "shards", "data_sha256": "SHA-256 of the data", "num_train": "training samples"}
         named = [(words.get(name, name.replace("_", " ")), run.get(name), identity.get(name)) for name in names]
         differences = "; ".join(f"{name}: {theirs!r} there, {ours!r} now" for name, theirs, ours in named)
+        if config.out is None:
+            raise ConfigError(f"What was saved has other settings: {differences}. Leave them out, or use those.")
         raise ConfigError(f"The run in {config.out} has other settings: {differences}. Use those, or another --out.")
 
 

@@ -57,8 +57,8 @@ class Rollback(Exception):
 class Healing:
     """Compares replicas; where they differ, ends the run, or with `--heal` goes back to where they were equal."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self._config, self._num_healed = config, 0
+    def __init__(self, config: RunConfig, can_heal: bool = True) -> None:
+        self._config, self._can_heal, self._num_healed = config, can_heal, 0
         self._equal: Checkpoint | None = None  # of the last step where all replicas were found equal
 
     def remember(self, checkpoint: Callable[[], Checkpoint | None]) -> None:
@@ -75,8 +75,9 @@ class Healing:
         subject = "a replica is not equal to the others" if drift.has_majority else "the replicas are not equal"
         who = f"step {step}: {subject} any more: {drift.named}"
         if not self._config.heal:
-            hint = "Look for a failing device, or for code of your own that treats devices differently; or use --heal"
-            raise RunError(f"{who}. {hint}.{how_to_resume(self._config)}")
+            hint = "Look for a failing device, or for code of your own that treats devices differently"
+            heal = "; or use --heal" if self._can_heal else ""
+            raise RunError(f"{who}. {hint}{heal}.{how_to_resume(self._config)}")
         self._num_healed += 1
         if self._num_healed > MAX_HEALED:
             raise RunError(f"{who}; this has been healed {MAX_HEALED} times. Look for a failing device or a bug.")

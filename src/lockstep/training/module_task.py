@@ -202,7 +202,7 @@ def _by_name(metrics: Any) -> dict[str, Any]:
         metrics = [metrics]
     if not isinstance(metrics, dict):
         named = [(m if isinstance(m, str) else getattr(m, "__name__", type(m).__name__), m) for m in metrics]
-        metrics = dict(named)
+        metrics = {"metric": named[0][1]} if [name for name, _ in named] == ["<lambda>"] else dict(named)
         if len(metrics) < len(named) or "<lambda>" in metrics:
             raise ConfigError("Metrics need different names. Give them by name: metrics={'top5': ..., ...}.")
     if "loss" in metrics:

@@ -116,9 +116,16 @@ def find_data(config: RunConfig, objects: UserObjects, progress: Progress) -> An
         data = call_user_function(function, "data")
     if data is None or isinstance(data, str):
         return load_dataset(data or name, config.data_dir, progress)
-    if isinstance(data, list) and len(data) > 2 and all(isinstance(sample, (tuple, dict)) for sample in data):
+    if is_list_of_samples(data):
         return Samples(data)
+    if isinstance(data, (tuple, list)) and len(data) == 2 and all(map(is_list_of_samples, data)):
+        return Samples(data[0]), Samples(data[1])
     return data if is_map_style(data) else dataset_of_arrays(data, name)
+
+
+def is_list_of_samples(data: Any) -> bool:
+    """Whether it is a list of more than two pairs or dicts; two could be (X, y), or training and test data."""
+    return isinstance(data, list) and len(data) > 2 and all(isinstance(sample, (tuple, dict)) for sample in data)
 
 
 class Samples:

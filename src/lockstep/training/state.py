@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 from lockstep.config import RunConfig
 from lockstep.core.errors import ConfigError
-from lockstep.core.layout import Array
+from lockstep.core.layout import Array, sha256_of
+from lockstep.core.torchrun_env import torchrun_env
 from lockstep.partition.balance import balance_for
 from lockstep.runtime.engine import Engine
 from lockstep.training.checkpoint import Checkpoint, Progress, differences, made_with
@@ -21,6 +22,7 @@ class Trained(NamedTuple):
     replica: MakeReplica
     initial: dict[str, Array]  # parameters and buffers by name
     identity: dict[str, Any]  # what the bits depend on
+    can_heal: bool = True  # whether whoever trains can go back
 
 
 class TrainingState:
@@ -28,9 +30,11 @@ class TrainingState:
 
     def __init__(self, config: RunConfig, engine: Engine, trained: Trained, start: Checkpoint | None) -> None:
         self._config, self._engine, self._trained = config, engine, trained
-        self._healing = Healing(config)
+        self._healing = Healing(config, trained.can_heal)
         self.balance = balance_for(config.balance)
         self.made_with = made_with_by_all(engine)
+        if torchrun_env():  # every process has made the model itself
+            check_same_model(engine, trained.initial)
         self.restore(start)
         self.differences = [] if start is None else differences(start, self.made_with)
         self.progress.notes += self.differences
@@ -64,6 +68,17 @@ class TrainingState:
     def close(self) -> None:
         """Lets go of the steps: CUDA graphs hold memory of the GPU."""
         del self.steps
+
+
+def check_same_model(engine: Engine, initial: dict[str, Array]) -> None:
+    """Refuses ranks that have made another model than rank 0."""
+    hashes = engine.all_gather([sha256_of(list(initial.values())) for _ in engine.local_ranks])
+    for rank, other in enumerate(hashes):
+        if other != hashes[0]:
+            raise ConfigError(
+                f"The model of rank {rank} has other initial weights than that of rank 0. Make it the same in every "
+                f"process: torch.manual_seed(0) before it is made, or give a function that makes it."
+            )
 
 
 def made_with_by_all(engine: Engine) -> dict[str, str]:

@@ -87,7 +87,7 @@ def _config_settings(named: dict[str, Any]) -> dict[str, Any]:
             each = field_of({"num_gpus": "devices"}.get(option, option))
         except StopIteration:
             known = ", ".join(option_of(each) for each in settings_in())
-            raise TypeError(f"train() got an unexpected keyword argument {option!r}. It takes: {known}.") from None
+            raise TypeError(f"unexpected keyword argument {option!r}. There are: {known}.") from None
         name = each.name
         if value is None and name in OBJECTS:
             raise ConfigError(f"The {name} is None. Leave it out for the default, or give {OBJECTS[name]}.")

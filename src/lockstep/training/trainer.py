@@ -11,7 +11,7 @@ from torch import nn
 
 from lockstep.backends.torch_session import use_tf32
 from lockstep.config import RunConfig, settings_in
-from lockstep.core.errors import ConfigError, RunError
+from lockstep.core.errors import ConfigError, PeerFailure, RunError
 from lockstep.core.layout import Array, sha256_of
 from lockstep.core.serialization import CorruptData
 from lockstep.core.settings import IDENTITY
@@ -45,6 +45,10 @@ class Trainer:
 
     A plain loop in one process; under torchrun, every process runs the same loop and passes the same batches. Between
     calls, PyTorch's settings are the user's own, and several trainers can be open.
+
+    `model`, `optimizer` and `loss` are as in `train`, and so are the other settings: lr, momentum, weight_decay,
+    scheduler, warmup, clip_norm, ema, over, metrics, batch_norm, precision, compile, exchange, check_every,
+    verify_every, timeout; not what belongs to the loop: data, epochs, batch_size, out.
     """
 
     def __init__(
@@ -85,15 +89,22 @@ class Trainer:
         return found
 
     def _start(self, config: RunConfig, objects: UserObjects, saved: tuple[Path, Checkpoint] | None) -> None:
-        self._config, self._undo, self._is_closed = config, ExitStack(), False
+        self._config, self._undo, self._is_closed, self._why_closed = config, ExitStack(), False, ""
         try:
+            if objects.model is None:
+                hint = "models that have names are made for the data of a run"
+                raise ConfigError(f"A Trainer takes a module, or a function that makes one, and no name: {hint}.")
             self._source = made_module(objects.model, None, config.seed)
             self._engine = self._undo.enter_context(trainer_engine(config))
             lr_schedule = LRSchedule("constant", config.warmup)
-            spec = train_spec(config, self._engine.devices, self._source, objects, lr_schedule, EverySize())
+            self._spec = spec = train_spec(
+                config, self._engine.devices, self._source, objects, lr_schedule, EverySize()
+            )
             self._batches = GivenBatches(self._engine)
             self._eval_spec = eval_spec_of(EVAL_BATCH_SIZE, objects.metrics)
-            trained = Trained(partial(CapturableModuleReplica, spec), arrays_of(self._source), _identity_of(config))
+            trained = Trained(
+                partial(CapturableModuleReplica, spec), arrays_of(self._source), _identity_of(config), False
+            )
             start = None
             if saved is not None:
                 path, start = saved
@@ -114,7 +125,7 @@ class Trainer:
         """
         if self._held:
             raise ConfigError("There are gradients that no update has used. Call update() or drop_gradients() first.")
-        with self._working():
+        with self._working("step"):
             found, progress = self._batches.batch(batch), self._state.progress
             try:
                 future = self._state.steps.run(progress.passes + 1, found)
@@ -136,7 +147,7 @@ class Trainer:
 
         Called again before `update`, batches are accumulated: the gradient is the mean over the samples of all.
         """
-        with self._working():
+        with self._working("gradients"):
             found, progress = self._batches.batch(batch), self._state.progress
             replicas: list[Any] = self._state.replicas.local
             if not self._held:
@@ -150,18 +161,18 @@ class Trainer:
         """Calls `function(module)` for the replica on each device; its parameters have their `.grad` after `gradients`.
 
         For gradient clipping of one's own, perturbed weights (SAM), or a change of weights in mid-run. It must do the
-        same to all replicas; they are compared at the next `save`, and every `check_every` steps.
+        same to all replicas; they are compared at the next `save`, and every `check_every` steps. What it draws from
+        PyTorch is the same for all.
         """
-        with self._working():
-            self._engine.each(
-                "apply", lambda rank, device, replica: function(replica.module), self._state.replicas.local
-            )
+        with self._working("apply"):
+            passes, replicas = self._state.progress.passes, self._state.replicas.local
+            self._engine.each("apply", lambda rank, device, replica: replica.apply(function, passes), replicas)
 
     def update(self) -> int:
         """The update by the gradients that `gradients` has left; the number of the step."""
         if not self._held:
             raise ConfigError("There are no gradients to update by. Call gradients(batch) first, or step(batch).")
-        with self._working():
+        with self._working("update"):
             number = self._state.progress.step + 1
             self._engine.each("update", lambda rank, device, held: held.replica.update_held(number), self._held)
             self._held, self._state.progress.step = [], number
@@ -170,17 +181,18 @@ class Trainer:
 
     def drop_gradients(self) -> None:
         """Forgets the gradients that `gradients` has left."""
-        with self._working():
+        with self._working("drop_gradients"):
             self._engine.each("update", lambda rank, device, held: held.replica.drop_held(), self._held)
             self._held = []
 
     def evaluate(self, data: Any) -> dict[str, float]:
         """The loss and metrics over `data`: batches (a DataLoader, a list), or one batch as a pair or dict."""
         batches = batches_in(data)
-        with self._working():
+        with self._working("evaluate"):
             found = evaluate_batches(self._state.replicas, map(self._batches.batch, batches), self._eval_spec)
         if not found:
-            raise ConfigError("There is nothing to evaluate: no batch, or no metric.")
+            hint = " With over='batch', the loss is none of some samples: give metrics=." * self._spec.loss_over_batch
+            raise ConfigError(f"There is nothing to evaluate: no batch, or no metric.{hint}")
         return found
 
     @property
@@ -201,13 +213,15 @@ class Trainer:
 
     def weights(self) -> dict[str, Array]:
         """All parameters and buffers by name."""
-        with self._working():
+        with self._working("weights"):
             return self._state.replicas.weights()
 
     def ema_weights(self) -> dict[str, Array]:
         """Their moving average, with `ema=`."""
+        if self._config.ema is None:
+            raise ConfigError("There is no moving average. Ask for one when you make the trainer: ema=0.999.")
         replica: Any = self._state.replicas.local[0]
-        with self._working():
+        with self._working("ema_weights"):
             return dict(replica.averaged())
 
     @property
@@ -223,7 +237,7 @@ class Trainer:
                 "There are gradients that no update has used, and they are not saved. Call update() first."
             )
         path = Path(path)
-        with self._working():
+        with self._working("save"):
             self._state.compare()
             checkpoint = self._state.checkpoint()
             if 0 in self._engine.local_ranks:
@@ -248,15 +262,26 @@ class Trainer:
         self.close()
 
     @contextmanager
-    def _working(self) -> Iterator[None]:
+    def _working(self, call: str = "start") -> Iterator[None]:
         """PyTorch's settings for a call: outside, they are the user's."""
         if self._is_closed:
-            raise ConfigError("The trainer is closed. Make another one.")
+            raise ConfigError(f"The trainer is closed{self._why_closed}. Make another one.")
         engine = self._engine
+        engine.set_call(call)
         with engine.backend.session([engine.devices[rank] for rank in engine.local_ranks]):
             if self._config.precision == "tf32":
                 use_tf32()
-            yield
+            try:
+                yield
+            except BaseException as problem:
+                if len(engine.local_ranks) == engine.num_ranks:
+                    raise
+                self._why_closed = f", because {call} failed on this rank"  # others wait, or will be in another call
+                self.close()
+                if not isinstance(problem, PeerFailure):
+                    raise
+                how = f"did not arrive in {self._config.timeout:g} s" if problem.timed_out else "failed, or has ended"
+                raise RunError(f"{call}: another rank {how}. Look at what it says, if it does.") from problem
 
     def _compare_if_due(self) -> None:
         every = self._config.check_every
