@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -177,3 +179,48 @@ def test_a_drifted_replica_that_verification_finds_first_is_healed(vectors, tmp_
     healed = lockstep.train(optimizer=failing_device(tmp_path), **how | {"verify_every": 6})
     healthy = lockstep.train(optimizer=failing_device(tmp_path), **how)  # it flips once only
     assert healed.weights_sha256 == healthy.weights_sha256
+
+
+PROGRAM = """
+import os, signal, sys, torch, lockstep
+from torch import nn
+
+class Flips(torch.optim.SGD):
+    num_steps = 0
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+
+    def step(self):
+        super().step()
+        self.num_steps += 1
+        try:
+            os.close(os.open(f"step-{self.num_steps}", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return  # one of the processes does what follows
+        if self.num_steps == 5 and sys.argv[1] == "drifts":
+            self.param_groups[0]["params"][0].data.view(torch.int32)[0, 0] ^= 1 << 16
+        if self.num_steps == 7:
+            os.kill(os.getppid(), signal.SIGINT)
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    draw = torch.Generator().manual_seed(0)
+    data = torch.rand(400, 6, generator=draw), torch.randint(3, (400,), generator=draw)
+    lockstep.train(model=nn.Linear(6, 3), data=data, devices=2, engine="processes", optimizer=Flips, out="run",
+                   batch_size=4, epochs=20, verify_every=0, quiet=True)
+"""
+
+
+@pytest.mark.parametrize("what", ["drifts", "is equal"])
+def test_an_interrupted_run_of_processes_saves_no_replica_that_has_drifted(tmp_path, what):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, "program.py", what]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    saved = list((tmp_path / "run").glob("checkpoints/*"))
+    if what == "drifts":
+        assert "the replicas are not equal any more: rank" in done.stderr
+        assert saved == []
+    else:
+        assert "Interrupted: interrupted after step" in done.stderr
+        assert len(saved) == 1

@@ -27,6 +27,7 @@ from lockstep.training.result import peaks_of, result_of, traced_by, what_is_lef
 from lockstep.training.setup import Prepared
 from lockstep.training.state import Trained, TrainingState
 from lockstep.training.step_times import StepTimes
+from lockstep.training.stop import StopAgreement
 
 Events = Generator[Event, None, None]
 REPORTED_SECONDS = 0.5  # of capture or compilation; less is not worth a line
@@ -130,7 +131,10 @@ class Training:
         order = self._task.order(epoch - 1)[self._num_seen() :]
         in_flight: deque[tuple[int, LossFuture]] = deque()  # the number of samples of each step that was started
         steps, max_in_flight = self.state.steps, 0 if self._callbacks.on_step else self.state.steps.max_in_flight
-        split = partial(split_into_shards, num_shards=config.num_shards)
+        split, stop = (
+            partial(split_into_shards, num_shards=config.num_shards),
+            StopAgreement(self._engine, self._start.is_stopping),
+        )
         for batch in train_set.batches(order, config.batch_size, split, epoch):
             number = progress.step + len(in_flight) + 1
             step_began = time.perf_counter()
@@ -143,7 +147,7 @@ class Training:
                 raise
             self._times.add(batch.num_samples, time.perf_counter() - step_began)
             compares, saves = (every and number % every == 0 for every in (config.check_every, config.checkpoint_every))
-            is_stopping = self._start.is_stopping()
+            is_stopping = stop.stops()
             while in_flight and (len(in_flight) > max_in_flight or compares or saves or is_stopping):
                 yield from self._finish_step(*in_flight.popleft(), began)
             yield from self._incidents()
@@ -152,8 +156,7 @@ class Training:
             if saves:
                 self._save()
             if is_stopping:
-                if len(self._engine.local_ranks) == self._engine.num_ranks:  # other processes were not asked to stop
-                    self.state.compare()
+                self.state.compare()  # a replica that has drifted is never saved
                 yield from self._interrupt(saves=True)
             if self._callbacks.on_step and self._call("on_step", self._step_loss, {}, test_set):
                 yield from self._stop_early("on_step")
@@ -260,16 +263,15 @@ class Training:
         return RunStopped(progress.epoch, progress.step, reason, progress.history, weights)
 
     def _interrupt(self, saves: bool) -> Events:
-        error = self.interrupted(saves)
-        yield self._stopped("interrupted")
-        raise error
-
-    def interrupted(self, saves: bool) -> Interrupted:
-        """The error that ends an interrupted run, after a checkpoint where it `saves` one."""
+        """Ends a run that the user has stopped, after a checkpoint where it `saves` one; all ranks say the same."""
         saved = self._save_now() if saves else ""
         where = f" A checkpoint is in {saved}." if saved else ""
         how = how_to_resume(self._config) or what_is_left(self._config, self.progress.history)
-        return Interrupted(f"interrupted after step {self.progress.step}.{where}{how}")
+        sentence = f"interrupted after step {self.progress.step}.{where}{how}"
+        if saves:
+            sentence = self._engine.broadcast(0, sentence.encode).decode()
+        yield self._stopped("interrupted")
+        raise Interrupted(sentence)
 
     def _stop(self, what: str) -> Events:
         """Ends the run because its numbers are no longer finite."""

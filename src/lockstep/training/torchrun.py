@@ -70,13 +70,7 @@ class TorchrunRank:
                 check_same_settings(engine, config, prepared.task)
                 checkpoint = agree(engine, start.checkpoint)
                 start = replace(start, checkpoint=checkpoint, is_stopping=lambda: rank == 0 and interrupts.requested)
-                training = Training(config, prepared, engine, start)
-                try:
-                    return report(training.events(), log, self._quiet)
-                except PeerFailure:
-                    if interrupts.requested and rank == 0:
-                        raise training.interrupted(saves=True) from None
-                    raise
+                return report(Training(config, prepared, engine, start).events(), log, self._quiet)
 
     def _name_failed_peers(self, failure: PeerFailure) -> RunError:
         rank, devices = self._env.rank, self._devices
