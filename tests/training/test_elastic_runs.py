@@ -385,3 +385,46 @@ def test_nothing_listens_on_another_address_than_loopback(tmp_path):
         assert len(listening) >= 3, "the store's, and one of each worker's"
         assert set(listening) == {"0100007F"}, "127.0.0.1"
         run.end()
+
+
+@pytest.mark.parametrize("when", ["another is killed", "at the start"])
+def test_a_worker_that_is_stopped_meanwhile_is_named_in_time_with_what_it_did(tmp_path, own_model, when):
+    how = ("--model", own_model, "--engine", "processes", "--devices", 3, "--timeout", 3, "--checkpoint-every", 1)
+    with nothing_left_behind() as runs:
+        run = Run(tmp_path / "run", *how, "--epochs", 1)
+        runs.append(run)
+        workers = run.wait_for_workers(3)
+        if when == "another is killed":
+            run.wait_for_step(2)
+        os.kill(workers[1], signal.SIGSTOP)
+        stopped = time.monotonic()
+        if when == "another is killed":
+            os.kill(workers[2], signal.SIGKILL)
+        err, _ = run.end(status=1)
+        assert time.monotonic() - stopped < 3 + 5
+    assert "the others waited 3 s (--timeout): rank 1 (cpu:1) " in err.splitlines()[-1]
+    if when == "another is killed":
+        assert re.search(r"rank 1 \(cpu:1\) is in .* of step \d+.*; it sends no heartbeat", err.splitlines()[-1])
+    assert "Traceback" not in err
+
+
+ENDS = """
+import os
+from mine import Net as Plain
+
+class Net(Plain):
+    def forward(self, X):
+        os._exit(0)
+"""
+
+
+def test_workers_that_user_code_ends_are_not_done(tmp_path, own_model):
+    (tmp_path / "ends.py").write_text(ENDS)
+    with nothing_left_behind() as runs:
+        how = ("--model", "ends:Net", "--engine", "processes", "--devices", 2, "--max-restarts", 1)
+        run = Run(tmp_path / "run", *how)
+        runs.append(run)
+        err, _ = run.end(status=1)
+    assert re.search(r"rank \d \(cpu:\d\) ended with exit status 0", err)
+    assert "No worker is left" in err
+    assert not (tmp_path / "run" / "result.json").exists()

@@ -1,7 +1,8 @@
 """Ctrl-C and SIGTERM: the run stops after the step under way. A second one ends it at once."""
 
+import contextlib
+import os
 import signal
-import sys
 import threading
 from collections.abc import Sequence
 from types import FrameType
@@ -31,4 +32,5 @@ class Interrupts:
             raise KeyboardInterrupt
         self.requested = True
         if self._notify:
-            print("\nstopping after this step; press Ctrl-C again to end it now", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):  # not `print`: the signal may have come while that was writing
+                os.write(2, b"\nstopping after this step; press Ctrl-C again to end it now\n")

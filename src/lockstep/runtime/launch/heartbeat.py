@@ -73,15 +73,20 @@ def last_heartbeats(store: Store, names: list[str]) -> list[dict[str, Any] | Non
     return found
 
 
-def find_stragglers(store: Store, names: list[str], devices: list[Device], own: int) -> tuple[list[int], str]:
-    """The ranks that did not arrive where rank `own` waits, and for each where it was last, and if it is alive."""
+def find_stragglers(
+    store: Store, names: list[str], devices: list[Device], own: int, only: list[int] | None = None
+) -> tuple[list[int], str]:
+    """The ranks that did not arrive where rank `own` waits, and for each where it was last, and if it is alive.
+
+    Where it is known who they are, `only` those are looked at.
+    """
     before = last_heartbeats(store, names)
     time.sleep(3 * SECONDS)
     now = last_heartbeats(store, names)
     here = now[own] or {"step": 0}
     stragglers, sentences = [], []
     for rank, (then, said) in enumerate(zip(before, now, strict=True)):
-        if rank == own:
+        if rank == own or (only is not None and rank not in only):
             continue
         who = f"rank {rank} ({devices[rank]})"
         if said is None:
@@ -91,7 +96,7 @@ def find_stragglers(store: Store, names: list[str], devices: list[Device], own: 
         is_silent = then is not None and then["count"] == said["count"]
         # who writes a checkpoint is expected to take its time
         is_behind = (said["step"], said["phase"] in ("exchange", "checkpoint")) < (here["step"], True)
-        if is_silent or is_behind:
+        if is_silent or is_behind or only is not None:
             at = f", at {said['line']}" if said["line"] else ""
             how = "it sends no heartbeat" if is_silent else "it is alive"
             stragglers.append(rank)

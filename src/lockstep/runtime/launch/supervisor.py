@@ -90,7 +90,7 @@ class Supervisor:
             if found:
                 del self._workers[worker]
                 gone.append((worker, self._by_rank.index(worker), slot, os.waitstatus_to_exitcode(status)))
-        if any(rank == 0 and code == 0 for _, rank, _, code in gone):
+        if any(rank == 0 and code == 0 and self._store.check([f"finished/{worker}"]) for worker, rank, _, code in gone):
             return True
         if gone:
             notes = [self._on_worker_exit(*one) for one in gone]

@@ -18,6 +18,7 @@ from lockstep.runtime.store import LOOPBACK, join_store, prefix_store
 
 POLL_SECONDS = 0.05
 STORE_SECONDS = 30.0
+ARRIVAL_SECONDS = 2.0  # for those who arrive after their own deadline, to say so
 NO_MEMORY = 12  # exit status of a worker whose memory ran out: it is not restarted
 
 
@@ -59,7 +60,7 @@ class WorkerClient:
 
         self._store.set(f"arrived/{number}/{self.worker}", "")
         # who waits for one that hangs notices a death only when its own deadline is over
-        deadline = time.monotonic() + 2 * self._timeout + STORE_SECONDS / 3
+        deadline = time.monotonic() + self._timeout + ARRIVAL_SECONDS
         while missing := self._missing(generation):
             self._check_that_all_live(number)
             if time.monotonic() > deadline:
@@ -98,14 +99,20 @@ class WorkerClient:
         where = f"{self.position.phase} of step {self.position.step}"
         account = f"rank {rank} ({generation.devices[rank]}) was in {where} ({said.rstrip('.')})"
         if failure.stragglers:
-            stragglers = list(failure.stragglers)
-            said = "; ".join(f"rank {rank} ({generation.devices[rank]}) has not arrived" for rank in stragglers)
+            names = list(map(str, generation.workers))
+            stragglers, said = find_stragglers(
+                self._store, names, generation.devices, rank, only=list(failure.stragglers)
+            )
         elif failure.timed_out and not self._store.check([f"generation/{generation.number + 1}"]):
             names = list(map(str, generation.workers))
             stragglers, said = find_stragglers(self._store, names, generation.devices, rank)
         number = self._store.add(f"failure/{generation.number}", 1)
         report = {"stragglers": stragglers, "said": said, "account": account}
         self._store.set(f"failure/{generation.number}/{number}", json.dumps(report))
+
+    def report_finished(self) -> None:
+        """Tells the supervisor that this worker has done its work: user code can end a process, too."""
+        self._store.set(f"finished/{self.worker}", "")
 
     def report_error(self, sentence: str, exit_status: int, trace: str) -> None:
         """Tells the supervisor why this worker ends."""
@@ -137,6 +144,8 @@ def run_worker(worker: int, port: int, timeout: float, work: Callable[[WorkerCli
     except BaseException as problem:
         client.report_error(f"{type(problem).__name__}: {problem}", 1, traceback.format_exc().rstrip())
         return 1
+    else:
+        client.report_finished()
     finally:
         client.heartbeat.stop()
     return 0
