@@ -277,7 +277,8 @@ OTHER = {
     "schedule": "cosine", "warmup": 5, "clip_norm": 1.0, "loss_over": "batch", "ema": 0.5, "verify_every": 3,
     "batch_norm": "sync", "precision": "tf32", "num_shards": 4,
     "seed": 1, "backend": "numpy", "engine": "processes", "exchange": "tree", "bucket_mb": 1.0, "balance": "measured",
-    "compile": True, "capture": False, "trace": True, "workers": 1, "out": "runs/other", "checkpoint_every": 7,
+    "compile": True, "portable": True, "capture": False, "trace": True, "workers": 1, "out": "runs/other",
+    "checkpoint_every": 7,
     "keep_checkpoints": 1, "check_every": 7, "heal": True, "timeout": 5.0, "on_hang": "drop", "max_restarts": 0,
 }  # fmt: skip
 
@@ -301,4 +302,5 @@ def test_the_settings_that_decide_the_bits_are_these():
     assert [each.name for each in settings_in(IDENTITY)] == [
         "batch_size", "learning_rate", "model", "data", "loss", "loss_over", "optimizer", "momentum", "weight_decay",
         "schedule", "warmup", "clip_norm", "ema", "batch_norm", "precision", "num_shards", "seed", "backend", "compile",
+        "portable",
     ]  # fmt: skip

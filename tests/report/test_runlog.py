@@ -44,7 +44,11 @@ def test_a_run_writes_its_five_files(tmp_path, make_started, make_result):
     log.write(RunDone(result))
     assert names_in(folder) == ["config.json", "curve.png", "metrics.jsonl", "result.json", "weights.safetensors"]
 
-    assert json.loads((folder / "config.json").read_text()) == {**make_started().config, "data_sha256": "cd" * 32}
+    assert json.loads((folder / "config.json").read_text()) == {
+        **make_started().config,
+        "data_sha256": "cd" * 32,
+        "made_with": {},
+    }
     lines = lines_in(folder)
     assert [line.pop("event") for line in lines] == ["started", "epoch", "epoch", "done"]
     assert lines[0] == dataclasses.asdict(make_started())
@@ -392,7 +396,7 @@ def test_settings_and_weights_of_a_run_are_read_back(tmp_path, make_started, mak
     log.write(make_started())
     log.write(RunDone(result))
     config, weights = read_run(tmp_path)
-    assert config == {**make_started().config, "data_sha256": "cd" * 32}
+    assert config == {**make_started().config, "data_sha256": "cd" * 32, "made_with": {}}
     assert weights.keys() == result.params.keys()
     for name, array in result.params.items():
         assert weights[name].shape == array.shape

@@ -23,6 +23,7 @@ import lockstep as library
 from lockstep.core.errors import ConfigError, RunError
 from lockstep.core.serialization import pack, unpack
 from lockstep.report import runlog
+from lockstep.training import checkpoint
 from lockstep.training.checkpoint import Checkpoints
 from training.background_command import BackgroundCommand
 
@@ -410,14 +411,14 @@ def test_a_forged_checkpoint_never_gives_a_traceback(lockstep, run, name, number
 
 def cannot_read(monkeypatch, unreadable):
     """The disk has an error at this file, for now."""
-    read = Path.read_bytes
+    read = checkpoint.read_regular
 
-    def read_bytes(path):
+    def read_regular(path, max_bytes):
         if path.name == unreadable.name:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return read(path)
+        return read(path, max_bytes)
 
-    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    monkeypatch.setattr(checkpoint, "read_regular", read_regular)
 
 
 @pytest.mark.parametrize("keep", [1, 2])

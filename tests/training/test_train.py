@@ -37,7 +37,7 @@ def test_none_leaves_a_setting_to_its_other_name(few):
 
 def test_an_unknown_keyword_is_a_type_error_that_lists_the_settings():
     with pytest.raises(
-        TypeError, match=r"unexpected keyword argument 'epoch'\. It takes: devices, batch_size, lr, epo"
+        TypeError, match=r"unexpected keyword argument 'epoch'\. There are: devices, batch_size, lr, epo"
     ):
         lockstep.train(data="fashion-mnist-mini", epoch=1)
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from lockstep.core.errors import Interrupted, LockstepError, RankError, RankTimeout
+from lockstep.core.files import printable
 from lockstep.core.source_lines import user_traceback
 from lockstep.core.torchrun_env import torchrun_env
 
@@ -57,5 +58,5 @@ def _discard_standard_output() -> None:
 
 def exit_with(sentence: str, status: int) -> NoReturn:
     """Ends the program with a sentence on standard error."""
-    print(f"lockstep: {sentence}", file=sys.stderr)
+    print(f"lockstep: {printable(sentence)}", file=sys.stderr)
     raise SystemExit(status)

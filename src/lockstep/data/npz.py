@@ -1,5 +1,6 @@
 """`.npz` files with X_train, y_train, X_test, y_test. Pickled arrays are refused."""
 
+import math
 import zipfile
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from lockstep.core.layout import Array
 from lockstep.data.arrays import labelled_dataset
 from lockstep.data.dataset import Dataset
 
+MAX_UNPACKED, MAX_RATIO = 1 << 28, 100  # bytes, and bytes for each compressed one, of what is unpacked without a word
 NAMES = ("X_train", "y_train", "X_test", "y_test")
 
 
@@ -34,7 +36,19 @@ def read_npz(path: Path, name: str) -> Dataset:
 
 
 def _array(archive: zipfile.ZipFile, name: str) -> Array:
-    with archive.open(f"{name}.npy") as member:
+    info = archive.getinfo(f"{name}.npy")
+    if info.file_size > MAX_UNPACKED and info.file_size > MAX_RATIO * max(info.compress_size, 1):
+        raise DataError(
+            f"{archive.filename}: {name} would unpack to {info.file_size:,} bytes from {info.compress_size:,}. If that "
+            f"is right, save it uncompressed: numpy.savez."
+        )
+    with archive.open(info) as member:
+        major, _ = np.lib.format.read_magic(member)
+        read_header = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read_header(member)
+        if dtype.hasobject or math.prod(shape) * dtype.itemsize != info.file_size - member.tell():
+            raise ValueError(f"{name} has objects, or another size than its header says")
+        member.seek(0)
         array: Array = np.lib.format.read_array(member, allow_pickle=False)
         if member.read(1):  # its checksum is compared at its end only
             raise DataError(f"{archive.filename}: {name} has bytes after its last number. The file is damaged.")

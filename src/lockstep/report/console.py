@@ -9,6 +9,7 @@ from typing import Any, TextIO
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from lockstep.core.files import printable
 from lockstep.report.events import EpochDone, Event, Incident, RunDone, RunStarted, RunStopped, StepDone, Traced
 
 PLAIN_LINE_SECONDS = 10.0  # in a log, a line within an epoch at most this often
@@ -67,7 +68,7 @@ class Console:
 
     def note(self, sentence: str) -> None:
         """Shows a sentence."""
-        self._out.print(sentence, markup=False, emoji=False)
+        self._out.print(printable(sentence), markup=False, emoji=False)
 
     def _run_started(self, event: RunStarted) -> None:
         self._started = event

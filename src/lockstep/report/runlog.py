@@ -18,14 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save
+from safetensors.numpy import load, save
 
 from lockstep.core.errors import ConfigError, RunError
+from lockstep.core.files import read_regular
 from lockstep.core.layout import Array
 from lockstep.core.torchrun_env import prints_result
 from lockstep.report.events import EpochDone, Event, Incident, RunDone, RunStarted, RunStopped, StepDone, Traced
 
-MAX_JSON_BYTES = 1 << 20
+MAX_JSON_BYTES, MAX_WEIGHT_BYTES = 1 << 20, 1 << 37
+PART = ".part-"  # a file's name begins with it while it is written
+OWN_FILES = ("config.json", "metrics.jsonl", "result.json", "weights.safetensors", "checkpoints")
 LOCK_SECONDS = 10.0  # to wait for the processes of a run that was killed
 
 
@@ -57,7 +60,7 @@ class RunLog:
                     what = "Wait for it, or end it" if self._is_resumed else "Choose another --out"
                     raise ConfigError(f"Another run is under way in {self.folder}. {what}.") from problem
                 time.sleep(0.1)
-        if not self._is_resumed and any(self.folder.iterdir()):
+        if not self._is_resumed and not is_empty(self.folder):
             self.close()
             raise ConfigError(f"Another run has just started in {self.folder}. Choose another --out.")
 
@@ -115,7 +118,10 @@ class RunLog:
         write_whole(self.folder / name, lambda path: path.write_text(content + "\n", encoding="utf-8"))
 
     def _line(self, kind: str, fields: dict[str, Any]) -> None:
-        with (self.folder / "metrics.jsonl").open("ab+") as out:
+        def opener(path: str, flags: int) -> int:
+            return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+        with open(self.folder / "metrics.jsonl", "ab+", opener=opener) as out:
             if out.tell():
                 out.seek(-1, os.SEEK_END)
                 if out.read(1) != b"\n":  # half a line, of a run that was killed
@@ -155,16 +161,23 @@ def _is_made(folder: Path) -> bool:
     return True
 
 
+def is_empty(folder: Path) -> bool:
+    """Whether nothing is in it, but files that a run that was killed had begun to write."""
+    return all(path.name.startswith(PART) for path in folder.iterdir())
+
+
 def check_folder(folder: Path, is_resumed: bool = False) -> None:
     """Refuses a folder that cannot be made or written to, or has something in it that is not the run to resume."""
     try:
         nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        is_used = nearest == folder and folder.is_dir() and any(folder.iterdir())
+        is_used = nearest == folder and folder.is_dir() and not is_empty(folder)
         problem = ""
         if is_used and not is_resumed:
             problem = "is not empty: a run is never written over. Resume the run in it (--resume), remove it, or choose"
         elif is_used and not (folder / "config.json").is_file():
             problem = "is not a run: it has no config.json. Choose"
+        elif is_used and (links := [name for name in OWN_FILES if (folder / name).is_symlink()]):
+            problem = f"has a symbolic link as {links[0]}, which is not followed. Remove the link, or choose"
         elif not nearest.is_dir():
             problem = "is a file. Choose" if nearest == folder else f"cannot be made: {nearest} is a file. Choose"
         elif not os.access(nearest, os.W_OK | os.X_OK):
@@ -185,7 +198,8 @@ def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, Array]]:
         raise ConfigError(f"{folder} is a run that has not finished: it has no weights.safetensors. {hint}.")
     config = read_settings(folder)
     try:
-        return config, load_file(weights_file)
+        content = read_regular(weights_file, MAX_WEIGHT_BYTES)
+        return config, load(content)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as problem:
         raise ConfigError(f"{weights_file} is damaged: {problem}. Restore the file, or train again.") from problem
 
@@ -194,8 +208,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     """The settings in a run's config.json, which is not trusted."""
     config_file = folder / "config.json"
     try:
-        with config_file.open("rb") as file:
-            config = json.loads(file.read(MAX_JSON_BYTES))
+        config = json.loads(read_regular(config_file, MAX_JSON_BYTES))
     except (OSError, ValueError, RecursionError) as problem:
         raise ConfigError(f"{config_file} cannot be read: {problem}. Restore it, or choose another run.") from problem
     if not isinstance(config, dict):
@@ -224,13 +237,18 @@ def _plain(value: Any) -> Any:
 
 def what_to_do(problem: OSError) -> str:
     """What helps against an error of writing."""
-    return "Free some space" if problem.errno in (errno.ENOSPC, errno.EDQUOT) else "Make it writable"
+    if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "Free some space"
+    if problem.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
+        return "The folder was removed or renamed: put it back"
+    return "Look for what fails on that disk" if problem.errno == errno.EIO else "Make it writable"
 
 
 def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
     """Writes a file by `write(temporary path)`: it is at `path` complete, or not at all."""
-    temporary = path.with_name(f".part-{path.name}")
+    temporary = path.with_name(f"{PART}{path.name}")
     try:
+        temporary.unlink(missing_ok=True)  # of a run that was killed, or a link to somewhere else
         write(temporary)
         with temporary.open("rb") as file:
             os.fsync(file.fileno())

@@ -18,6 +18,7 @@ from lockstep.config import RunConfig, settings_in
 from lockstep.core.device import Device
 from lockstep.core.entry_points import is_entry_point
 from lockstep.core.errors import ConfigError, RunError
+from lockstep.core.files import read_regular
 from lockstep.core.layout import Array
 from lockstep.core.serialization import CorruptData, NotSerializable, pack, unpack
 from lockstep.core.settings import IDENTITY
@@ -82,11 +83,17 @@ def _check_plausible(found: Checkpoint) -> None:
     progress, parts = found.progress, (found.run, found.made_with, found.weights, found.states)
     if not all(isinstance(part, dict) for part in parts) or not found.states:
         raise ValueError("a part is missing, or is no dict")
-    if type(progress.step) is not int or progress.step < 0 or progress.epoch != len(progress.history) + 1:
+    counts = [progress.step, progress.passes, progress.epoch, *(done.epoch for done in progress.history)]
+    if any(type(count) is not int or count < 0 for count in counts) or progress.epoch != len(progress.history) + 1:
         raise ValueError("step or epoch cannot be")
+    texts = [*progress.notes, *found.run, *found.made_with, *found.made_with.values(), *found.weights]
+    texts += [name for done in progress.history for name in done.metrics]
+    if not isinstance(progress.notes, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError("a name or a note is no text")
     numbers = [progress.seconds, progress.first_loss, *progress.losses, *progress.weights]
     for done in progress.history:
         numbers += [done.seconds, done.train_loss, *done.metrics.values()]
+        numbers += [] if done.test_accuracy is None else [done.test_accuracy]
     arrays = [(array, np.ndarray) for array in found.weights.values()]
     if not all(isinstance(value, kind) for value, kind in [*arrays, *((number, float) for number in numbers)]):
         raise ValueError("a weight is no array, or a number no float")
@@ -152,6 +159,17 @@ def how_to_resume(config: RunConfig) -> str:
     return f" In a program, use resume=True. Resume with: {command}"
 
 
+def max_bytes_of(initial: dict[str, Array]) -> int:
+    """More than a checkpoint of this model can have: weights, the optimizer's state, averages, losses of an epoch."""
+    return (1 << 26) + 20 * sum(array.nbytes for array in initial.values())
+
+
+def _step_of(path: Path) -> int:
+    found = FILE_NAME.fullmatch(path.name)
+    assert found is not None, "it was found by its name"
+    return int(found[1])
+
+
 class Checkpoints:
     """The checkpoints in a run's folder."""
 
@@ -174,7 +192,9 @@ class Checkpoints:
             content = checkpoint.packed()
             write_whole(path, lambda temporary: temporary.write_bytes(content))
             self._skipped.discard(path)
-            for old in [each for each in self.paths() if each not in self._skipped][self._keep :]:
+            for old in [each for each in self.paths() if each not in self._skipped and _step_of(each) < step][
+                self._keep - 1 :
+            ]:
                 old.unlink()
         except NotSerializable as problem:
             raise RunError(
@@ -186,12 +206,15 @@ class Checkpoints:
             raise RunError(f"{what}. {last}. {what_to_do(problem)}, and use --resume.") from problem
         return path
 
-    def newest(self, note: Callable[[str], None]) -> tuple[Path, Checkpoint] | None:
+    def newest(self, note: Callable[[str], None], max_bytes: int) -> tuple[Path, Checkpoint] | None:
         """The newest that is not damaged; None where there is no file. Damaged ones are reported to `note`."""
         paths = self.paths()
         for number, path in enumerate(paths):
             try:
-                return path, unpacked(path.read_bytes())
+                found = unpacked(read_regular(path, max_bytes))
+                if found.progress.step != _step_of(path):
+                    raise CorruptData(f"it is a checkpoint of step {found.progress.step} under another name")
+                return path, found
             except (OSError, CorruptData) as problem:
                 what = f"{path} is damaged: {problem}"
                 if isinstance(problem, OSError):

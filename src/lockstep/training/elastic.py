@@ -1,5 +1,6 @@
 """A run in worker processes that may die and be replaced: those that are left continue from the newest state."""
 
+import os
 import tempfile
 from dataclasses import dataclass, replace
 from typing import IO
@@ -29,7 +30,7 @@ def train_in_processes(
     check_can_fork(prepared.devices)
     with prepared.backend.session([]):  # loads what a session needs once, and not in every worker
         pass
-    with tempfile.TemporaryFile() as answer:
+    with _file_in_memory() as answer:
         worker, drops_hung = Worker(config, prepared, start, log, quiet, answer), config.on_hang == "drop"
         try:
             Supervisor(prepared.devices, worker.work, config.timeout, drops_hung, config.max_restarts).supervise(quiet)
@@ -47,6 +48,11 @@ def train_in_processes(
             raise
         answer.seek(0)
         return unpacked_result(answer.read(), config, prepared.task)
+
+
+def _file_in_memory() -> IO[bytes]:
+    """A file without a disk that could be full when a run is done."""
+    return open(os.memfd_create("lockstep"), "wb+") if hasattr(os, "memfd_create") else tempfile.TemporaryFile()
 
 
 @dataclass

@@ -8,7 +8,7 @@ from lockstep.core.device import Device
 from lockstep.core.errors import ConfigError
 from lockstep.report.console import fetch_progress
 from lockstep.report.runlog import RunLog, read_settings
-from lockstep.training.checkpoint import Checkpoints, check_length, check_same_run, identity_of
+from lockstep.training.checkpoint import Checkpoints, check_length, check_same_run, identity_of, max_bytes_of
 from lockstep.training.loop import ResumePoint
 from lockstep.training.setup import Prepared, prepare
 from lockstep.training.task import UserObjects
@@ -38,7 +38,7 @@ def find_resume_point(config: RunConfig, prepared: Prepared, resume: bool) -> Re
     if not resume:
         return ResumePoint(checkpoints=checkpoints)
     task, notes = prepared.task, list[str]()
-    newest = checkpoints.newest(notes.append)
+    newest = checkpoints.newest(notes.append, max_bytes_of(task.initial))
     identity = identity_of(config, task)
     if newest is None:
         if (config.out / "result.json").exists():

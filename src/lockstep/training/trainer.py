@@ -12,6 +12,7 @@ from torch import nn
 from lockstep.backends.torch_session import use_tf32
 from lockstep.config import RunConfig, settings_in
 from lockstep.core.errors import ConfigError, PeerFailure, RunError
+from lockstep.core.files import read_regular
 from lockstep.core.layout import Array, sha256_of
 from lockstep.core.serialization import CorruptData
 from lockstep.core.settings import IDENTITY
@@ -37,6 +38,7 @@ from lockstep.training.trainer_settings import NOT_HERE, EverySize, StepResult, 
 from lockstep.training.validation import made_module
 from lockstep.training.weights import checked_weights
 
+MAX_SAVED_BYTES = 1 << 38  # of a file that `load` reads
 EVAL_BATCH_SIZE = 64  # samples that are evaluated together, on any devices
 
 
@@ -75,7 +77,7 @@ class Trainer:
         """
         path = Path(path)
         try:
-            checkpoint = unpacked(path.read_bytes())
+            checkpoint = unpacked(read_regular(path, MAX_SAVED_BYTES))
         except OSError as problem:
             raise ConfigError(f"{path} cannot be read: {problem.strerror}. Give what Trainer.save wrote.") from problem
         except CorruptData as problem:

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import numpy as np
+
 from lockstep.core.errors import ConfigError
 from lockstep.core.layout import Array
 
@@ -15,6 +17,10 @@ def checked_weights(expected: dict[str, Array], found: dict[str, Array], file: P
         needed, has = (f"{each.dtype} of shape {each.shape}" for each in (array, found[name]))
         if has != needed:
             raise ConfigError(f"{file}: {name} is {has}, and {model} needs {needed}. Use the run's own model.")
+        if found[name].dtype.kind == "f" and not np.isfinite(found[name]).all() and np.isfinite(array).all():
+            raise ConfigError(
+                f"{file}: {name} has numbers that are not finite, which no run has saved. Use another file."
+            )
     return {name: found[name] for name in expected}
 
 
