@@ -74,3 +74,26 @@ def test_long_messages_and_short_ones_arrive_whole():
     os.waitpid(child, 0)
     group.close()
     del store
+
+
+@pytest.mark.parametrize("secret", [b"the run's own", b"a guess", b""])
+def test_who_does_not_have_the_secret_is_refused(secret):
+    store, port, _ = serve_store()
+    child = fork()
+    if child == 0:
+        try:
+            group = ProcessGroup(join_store(LOOPBACK, port, 30.0), 1, TWO, LOOPBACK, 10.0, secret)
+            group.all_gather(b"forged")
+        finally:
+            os._exit(0)
+    try:
+        store_of_parent = join_store(LOOPBACK, port, 30.0)
+        if secret == b"the run's own":
+            group = ProcessGroup(store_of_parent, 0, TWO, LOOPBACK, 10.0, secret)
+            assert group.all_gather(b"own")[1] == b"forged"
+        else:
+            with pytest.raises(PeerFailure, match="in the place of rank 1 does not belong to this run"):
+                ProcessGroup(store_of_parent, 0, TWO, LOOPBACK, 10.0, b"the run's own")
+    finally:
+        os.waitpid(child, 0)
+    assert store is not None

@@ -3,21 +3,26 @@
 import numpy as np
 import pytest
 
+from lockstep.core.errors import LockstepError
 from lockstep.report.events import EpochDone
 from lockstep.training.checkpoint import Checkpoint, Progress
 from lockstep.training.elastic import agree
 
+IDENTITY = {"model": "lenet"}
 
-def checkpoint(step, epoch=1, parts=("0:2",)):
+
+def checkpoint(step, epoch=1, parts=("0:2",), run=None):
     """A checkpoint of these parts of a model; every value in it is its step."""
     history = [EpochDone(number, 1.0, 1.0, 0.5) for number in range(1, epoch)]
     progress = Progress(step=step, epoch=epoch, history=history, first_loss=1.0)
     weights = {f"W{part}": np.full(2, step, np.float32) for part in parts}
-    return Checkpoint({}, {}, progress, weights, {part: {"momentum": np.full(2, step, np.float32)} for part in parts})
+    return Checkpoint(
+        run or IDENTITY, {}, progress, weights, {part: {"momentum": np.full(2, step, np.float32)} for part in parts}
+    )
 
 
 def agreed(on_ranks, states):
-    return on_ranks(len(states), lambda engine: agree(engine, states[engine.local_ranks[0]]))
+    return on_ranks(len(states), lambda engine: agree(engine, states[engine.local_ranks[0]], IDENTITY))
 
 
 @pytest.mark.parametrize(
@@ -65,3 +70,9 @@ def test_parts_of_the_model_are_merged_from_the_newest_step_of_which_all_are_the
         assert all((array == newest).all() for array in state.weights.values())
         assert all((part["momentum"] == newest).all() for part in state.states.values())
     assert sent == num_broadcasts
+
+
+def test_a_state_of_another_run_is_refused(on_ranks):
+    states = [checkpoint(3), checkpoint(9, run={"model": "another"})]
+    with pytest.raises(LockstepError, match="is of another run, or of other settings"):
+        agreed(on_ranks, states)

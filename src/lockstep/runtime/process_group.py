@@ -4,6 +4,7 @@ Only tensors are sent; what is not a tensor is packed into one (see `core/serial
 """
 
 import contextlib
+import hmac
 import os
 import time
 from collections.abc import Sequence
@@ -39,7 +40,15 @@ def check_can_fork(devices: Sequence[Device]) -> None:
 class ProcessGroup:
     """The ranks that work together. Any error closes it: the others then notice, and all of them can connect anew."""
 
-    def __init__(self, store: Store, rank: int, devices: Sequence[Device], address: str, timeout: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        devices: Sequence[Device],
+        address: str,
+        timeout: float,
+        secret: bytes | None = None,  # that all ranks have, and nobody else
+    ) -> None:
         self.rank, self.size, self.timeout = rank, len(devices), timeout
         self._pending: dict[int, list[Any]] = {}  # works under way, by their tag
         self._staged: dict[int, list[Transfer]] = {}  # received in the CPU's memory, to be copied to the GPU's
@@ -65,6 +74,29 @@ class ProcessGroup:
                 self._nccl = dist.ProcessGroupNCCL(prefix_store("nccl", store), rank, self.size, nccl)
         except RuntimeError as problem:
             raise PeerFailure(f"The ranks cannot reach each other: {first_line(problem)}.") from problem
+        if secret is not None:
+            self._authenticate(secret)
+
+    def _authenticate(self, secret: bytes) -> None:
+        """Every rank proves to every other that it has the secret: whoever was connected first may be a stranger."""
+        own = os.urandom(32)
+        nonces = self._exchanged(dict.fromkeys(self._others, own))
+        proofs = self._exchanged({rank: _proof(secret, self.rank, rank, nonces[rank]) for rank in self._others})
+        for rank in self._others:
+            if not hmac.compare_digest(proofs[rank], _proof(secret, rank, self.rank, own)):
+                self.close()
+                raise PeerFailure(f"What is connected in the place of rank {rank} does not belong to this run.")
+
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+    def _exchanged(self, own: dict[int, bytes]) -> dict[int, bytes]:
+        """32 bytes for each of the other ranks, and what each has sent."""
+        sends = [(rank, torch.frombuffer(bytearray(content), dtype=torch.uint8)) for rank, content in own.items()]
+        found = {rank: torch.empty(32, dtype=torch.uint8) for rank in own}
+        self._send_and_receive(sends, list(found.items()))
+        return {rank: tensor.numpy().tobytes() for rank, tensor in found.items()}
 
     def close(self) -> None:
         """Closes the connections; whoever waits for this rank notices, at once.
@@ -190,3 +222,8 @@ class ProcessGroup:
         failure = PeerFailure(first_line(problem))
         failure.timed_out = "timed out" in str(problem).lower()
         return failure
+
+
+def _proof(secret: bytes, source: int, target: int, nonce: bytes) -> bytes:
+    """That `source` has the secret, for `target`, which has chosen the nonce."""
+    return hmac.digest(secret, f"lockstep rank {source} to {target} ".encode() + nonce, "sha256")

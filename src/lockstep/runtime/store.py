@@ -5,6 +5,7 @@ import fcntl
 import os
 import socket
 import struct
+import tempfile
 from datetime import timedelta
 from typing import Protocol
 
@@ -40,6 +41,19 @@ def join_store(host: str, port: int, timeout: float) -> Store:
         return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
     except (RuntimeError, ValueError) as problem:
         raise PeerFailure(f"The store at {host}:{port} cannot be reached: {first_line(problem)}.") from problem
+
+
+def private_file() -> int:
+    """The descriptor of a file without a name, in memory: only processes that inherit it can open it."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("lockstep")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def file_store(descriptor: int) -> Store:
+    """A store in such a file, for connections to be made."""
+    return dist.FileStore(f"/proc/self/fd/{descriptor}", -1)
 
 
 def prefix_store(prefix: str, store: Store) -> Store:

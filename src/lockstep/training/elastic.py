@@ -3,11 +3,11 @@
 import os
 import tempfile
 from dataclasses import dataclass, replace
-from typing import IO
+from typing import IO, Any
 
 from lockstep.config import RunConfig
-from lockstep.core.errors import Interrupted, PeerFailure
-from lockstep.core.serialization import pack, unpack
+from lockstep.core.errors import Interrupted, PeerFailure, RunError
+from lockstep.core.serialization import CorruptData, pack, unpack
 from lockstep.report.events import EpochDone, Incident, Result
 from lockstep.report.runlog import RunLog
 from lockstep.runtime.engine import Engine
@@ -15,7 +15,7 @@ from lockstep.runtime.launch.supervisor import Supervisor, WorkerFailed
 from lockstep.runtime.launch.worker_client import Generation, WorkerClient
 from lockstep.runtime.process_group import check_can_fork
 from lockstep.runtime.processes import Processes
-from lockstep.training.checkpoint import Checkpoint, how_to_resume, unpacked
+from lockstep.training.checkpoint import Checkpoint, how_to_resume, identity_of, unpacked
 from lockstep.training.loop import ResumePoint, Training
 from lockstep.training.replica_set import merged
 from lockstep.training.run import report
@@ -85,7 +85,7 @@ class Worker:
         client.position.phase = "start"
         group = client.connect(generation)
         with Processes(self.prepared.backend, generation.devices, group, client.position) as engine:
-            checkpoint = agree(engine, self.start.checkpoint)
+            checkpoint = agree(engine, self.start.checkpoint, identity_of(self.config, self.prepared.task))
             self.start = replace(self.start, checkpoint=checkpoint)
             if rank == 0:
                 client.report_connected(generation)
@@ -113,8 +113,11 @@ class Worker:
             self.answer.flush()
 
 
-def agree(engine: Engine, own: Checkpoint | None) -> Checkpoint | None:
-    """The newest state of which all parts of the model are there, on all ranks; None where no rank has any."""
+def agree(engine: Engine, own: Checkpoint | None, identity: dict[str, Any]) -> Checkpoint | None:
+    """The newest state of which all parts of the model are there, on all ranks; None where no rank has any.
+
+    What other ranks offer must be of this run.
+    """
     at, names = [-1, 0], list[str]()  # the step may be done and its epoch not, so both count
     if own is not None:
         at, names = [own.progress.step, own.progress.epoch], sorted([*own.weights, *own.states])
@@ -131,9 +134,19 @@ def agree(engine: Engine, own: Checkpoint | None) -> Checkpoint | None:
             parts.append(engine.broadcast(rank, lambda: own.packed() if own is not None else b""))
     if own is not None and at == newest and everything == set(names):
         return own
-    found_parts = [unpacked(part) for part in parts]
+    found_parts = [_of_this_run(part, identity) for part in parts]
     weights, states = merged([part.weights for part in found_parts]), merged([part.states for part in found_parts])
     return replace(found_parts[0], weights=weights, states=states)
+
+
+def _of_this_run(packed: bytes, identity: dict[str, Any]) -> Checkpoint:
+    try:
+        found = unpacked(packed)
+    except CorruptData as problem:
+        raise RunError(f"What another rank offers to continue from is damaged: {problem}.") from problem
+    if found.run != identity:
+        raise RunError("What another rank offers to continue from is of another run, or of other settings.")
+    return found
 
 
 def packed_result(result: Result) -> bytes:

@@ -68,7 +68,7 @@ class TorchrunRank:
             group = ProcessGroup(self._store, rank, self._devices, address_towards(self._env.host), config.timeout)
             with Processes(prepared.backend, self._devices, group, self._position) as engine:
                 check_same_settings(engine, config, prepared.task)
-                checkpoint = agree(engine, start.checkpoint)
+                checkpoint = agree(engine, start.checkpoint, identity_of(config, prepared.task))
                 start = replace(start, checkpoint=checkpoint, is_stopping=lambda: rank == 0 and interrupts.requested)
                 return report(Training(config, prepared, engine, start).events(), log, self._quiet)
 

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -21,8 +22,9 @@ from lockstep.core.child_process import die_with, fork
 from lockstep.core.device import Device
 from lockstep.core.errors import Interrupted, RunError
 from lockstep.core.interrupts import SIGNALS, Interrupts
-from lockstep.runtime.launch.worker_client import NO_MEMORY, POLL_SECONDS, WorkerClient, run_worker
-from lockstep.runtime.store import serve_store
+from lockstep.runtime.launch.private_store import PrivateStore
+from lockstep.runtime.launch.worker_client import NO_MEMORY, POLL_SECONDS, Secrets, WorkerClient, run_worker
+from lockstep.runtime.store import private_file
 
 GRACE_SECONDS = 5.0  # for a death to be noticed, once a worker has reported that its peers failed
 
@@ -48,8 +50,8 @@ class Supervisor:
     ) -> None:
         self._slots, self._work, self._timeout = devices, work, timeout
         self._drops_hung, self._restarts_left = drops_hung, max_restarts
-        self._store: Any
-        self._store, self._port, self._listener = serve_store()
+        self._store = PrivateStore()
+        self._secrets = Secrets(private_file(), os.urandom(32))
         self._workers: dict[int, tuple[int, int]] = {}  # worker -> (process, slot)
         self._num_started = 0
         self._generation = -1
@@ -184,21 +186,24 @@ class Supervisor:
         self._num_started += 1
         sys.stdout.flush()
         sys.stderr.flush()
+        connection = self._store.new_connection()
         with warnings.catch_warnings():  # about forking while there are threads: the store's has nothing to do with us
             warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
             process = fork()
         if process == 0:
-            self._become_worker(worker, parent)
+            self._become_worker(worker, parent, connection)
+        self._store.serve(connection)
         self._workers[worker] = (process, slot)
 
-    def _become_worker(self, worker: int, parent: int) -> NoReturn:
+    def _become_worker(self, worker: int, parent: int, connection: socket.socket) -> NoReturn:
         status = 1
         try:
-            os.close(self._listener)
+            self._store.leave()
             die_with(parent)
             for number in SIGNALS:  # they may be sent to all processes: the supervisor passes them on
                 signal.signal(number, signal.SIG_IGN)
-            status = run_worker(worker, self._port, self._timeout, self._work)
+            client = WorkerClient(worker, connection, self._secrets, self._timeout)
+            status = run_worker(client, self._work)
         except BaseException:  # nothing of the parent's must run in the child
             traceback.print_exc()
         finally:
@@ -214,7 +219,8 @@ class Supervisor:
         for process, _ in self._workers.values():
             os.waitpid(process, 0)
         self._workers.clear()
-        self._store = None  # which ends its thread and its sockets
+        self._store.close()
+        os.close(self._secrets.rendezvous)
 
 
 def name_of_signal(number: int) -> str:

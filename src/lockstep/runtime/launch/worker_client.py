@@ -1,20 +1,22 @@
 """A worker's side of a run in processes: it joins a generation, connects to the others, and reports what went wrong."""
 
 import json
+import socket
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from lockstep.core.device import Device
 from lockstep.core.errors import LockstepError, OutOfMemory, PeerFailure
 from lockstep.core.source_lines import user_traceback
 from lockstep.runtime.engine import Position
 from lockstep.runtime.launch.heartbeat import Heartbeat, find_stragglers
+from lockstep.runtime.launch.private_store import WorkerStore
 from lockstep.runtime.process_group import ProcessGroup
 from lockstep.runtime.rank_thread import RankThread
-from lockstep.runtime.store import LOOPBACK, join_store, prefix_store
+from lockstep.runtime.store import LOOPBACK, file_store, prefix_store
 
 POLL_SECONDS = 0.05
 STORE_SECONDS = 30.0
@@ -32,14 +34,21 @@ class Generation:
     notes: list[str] = field(default_factory=list)  # what happened since the one before
 
 
+class Secrets(NamedTuple):
+    """What only the processes of one run have: they inherit it."""
+
+    rendezvous: int  # the descriptor of a file in memory, where ranks leave their addresses
+    key: bytes  # which they prove to each other that they have
+
+
 class WorkerClient:
     """A worker's connection to the supervisor and to the other workers."""
 
-    def __init__(self, worker: int, port: int, timeout: float) -> None:
-        self.worker, self._port, self._timeout = worker, port, timeout
-        self._store = join_store(LOOPBACK, port, STORE_SECONDS)
+    def __init__(self, worker: int, connection: socket.socket, secrets: "Secrets", timeout: float) -> None:
+        self.worker, self._secrets, self._timeout = worker, secrets, timeout
+        self._store = WorkerStore(connection, STORE_SECONDS)
         self.position = Position()
-        self.heartbeat = Heartbeat(self.position, join_store(LOOPBACK, port, STORE_SECONDS), str(worker))
+        self.heartbeat = Heartbeat(self.position, self._store, str(worker))
 
     def join(self, number: int) -> Generation:
         """The first generation from `number` on that this worker is in; waits for it."""
@@ -55,8 +64,9 @@ class WorkerClient:
         number, rank = generation.number, generation.workers.index(self.worker)
 
         def connect() -> ProcessGroup:
-            store = prefix_store(f"group/{number}", join_store(LOOPBACK, self._port, STORE_SECONDS))
-            return ProcessGroup(store, rank, generation.devices, LOOPBACK, self._timeout)
+            store = prefix_store(f"group/{number}", file_store(self._secrets.rendezvous))
+            secret = self._secrets.key + number.to_bytes(8, "little")  # of this generation
+            return ProcessGroup(store, rank, generation.devices, LOOPBACK, self._timeout, secret)
 
         self._store.set(f"arrived/{number}/{self.worker}", "")
         # who waits for one that hangs notices a death only when its own deadline is over
@@ -129,9 +139,8 @@ class WorkerClient:
         return json.loads(self._store.get(key))
 
 
-def run_worker(worker: int, port: int, timeout: float, work: Callable[[WorkerClient], None]) -> int:
+def run_worker(client: WorkerClient, work: Callable[[WorkerClient], None]) -> int:
     """`work`, with errors reported to the supervisor, who prints them once; gives the exit status."""
-    client = WorkerClient(worker, port, timeout)
     try:
         work(client)
     except OutOfMemory as problem:
