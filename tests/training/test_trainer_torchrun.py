@@ -48,3 +48,21 @@ def test_processes_that_differ_are_told_so(tmp_path, case):
     assert sentence in said
     for confusing in ("TypeError", "unhashable", "GLHF", "AttributeError"):
         assert confusing not in said
+
+
+FOREIGN = """
+import os
+os.environ["LOCKSTEP_SECRET_FILE"] = f"secret-{os.environ['RANK']}"
+with open(os.open(os.environ["LOCKSTEP_SECRET_FILE"], os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+    file.write(os.environ["RANK"] * 32)
+"""
+
+
+def test_a_process_without_the_secret_is_refused(tmp_path):
+    body = "trainer.step((X, y))\nprint('trained', flush=True)"
+    (tmp_path / "program.py").write_text(FOREIGN + HEAD.replace("{seed}", "0") + body)
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "program.py"]
+    done = subprocess.run(start, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode != 0
+    assert "trained" not in done.stdout
+    assert "does not belong to this run. On several machines, all need the same secret" in done.stderr

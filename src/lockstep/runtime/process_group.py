@@ -73,7 +73,9 @@ class ProcessGroup:
                 nccl._timeout = limit
                 self._nccl = dist.ProcessGroupNCCL(prefix_store("nccl", store), rank, self.size, nccl)
         except RuntimeError as problem:
-            raise PeerFailure(f"The ranks cannot reach each other: {first_line(problem)}.") from problem
+            failure = PeerFailure(f"The ranks cannot reach each other: {first_line(problem)}.")
+            failure.timed_out = "time" in str(problem).lower()  # a time-out, or timed out
+            raise failure from problem
         if secret is not None:
             self._authenticate(secret)
 
@@ -85,7 +87,10 @@ class ProcessGroup:
         for rank in self._others:
             if not hmac.compare_digest(proofs[rank], _proof(secret, rank, self.rank, own)):
                 self.close()
-                raise PeerFailure(f"What is connected in the place of rank {rank} does not belong to this run.")
+                raise PeerFailure(
+                    f"What is connected in the place of rank {rank} does not belong to this run. On several machines, "
+                    f"all need the same secret: a file that LOCKSTEP_SECRET_FILE names, with mode 600"
+                )
 
     @property
     def _others(self) -> list[int]:

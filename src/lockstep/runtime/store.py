@@ -51,9 +51,11 @@ def private_file() -> int:
         return os.dup(file.fileno())
 
 
-def file_store(descriptor: int) -> Store:
+def file_store(descriptor: int, timeout: float) -> Store:
     """A store in such a file, for connections to be made."""
-    return dist.FileStore(f"/proc/self/fd/{descriptor}", -1)
+    store = dist.FileStore(f"/proc/self/fd/{descriptor}", -1)
+    store.set_timeout(timedelta(seconds=timeout))
+    return store
 
 
 def prefix_store(prefix: str, store: Store) -> Store:

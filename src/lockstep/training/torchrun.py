@@ -12,6 +12,7 @@ from lockstep.config import RunConfig, settings_in
 from lockstep.core.device import Device
 from lockstep.core.errors import ConfigError, Interrupted, LockstepError, PeerFailure, RunError
 from lockstep.core.interrupts import Interrupts
+from lockstep.core.secret import secret_for
 from lockstep.core.settings import AGREED
 from lockstep.core.torchrun_env import TorchrunEnv
 from lockstep.report.events import Result
@@ -65,7 +66,8 @@ class TorchrunRank:
         config, rank = self._config, self._env.rank
         with opened_run(config, objects, resume, self._devices, logs=rank == 0) as (prepared, log, start):
             wait_for_all(self._store, self._env, config.timeout, interrupts)
-            group = ProcessGroup(self._store, rank, self._devices, address_towards(self._env.host), config.timeout)
+            address, secret = address_towards(self._env.host), secret_for(f"torchrun/{self._env.attempt}")
+            group = ProcessGroup(self._store, rank, self._devices, address, config.timeout, secret)
             with Processes(prepared.backend, self._devices, group, self._position) as engine:
                 check_same_settings(engine, config, prepared.task)
                 checkpoint = agree(engine, start.checkpoint, identity_of(config, prepared.task))
@@ -102,7 +104,7 @@ def devices_of_all(config: RunConfig, env: TorchrunEnv, store: Store) -> list[De
     own = devices_for(load_backend(config.backend), wanted)[env.local_rank]
     store.set(f"device/{env.rank}", str(own))
     try:
-        devices = [Device(store.get(f"device/{rank}").decode()) for rank in range(env.size)]
+        devices = [_device(store.get(f"device/{rank}")) for rank in range(env.size)]
     except RuntimeError as problem:
         hint = "Start torchrun on every machine, or use a larger --timeout"
         raise PeerFailure(f"Not all of the {env.size} ranks started within {config.timeout:g} s. {hint}.") from problem
@@ -110,6 +112,14 @@ def devices_of_all(config: RunConfig, env: TorchrunEnv, store: Store) -> list[De
         hint = "their kernels round differently. Use logical CPU devices on all of them: --devices cpu:0,cpu:1"
         raise ConfigError(f"The machines have devices of two kinds, {', '.join(devices)}: {hint}.")
     return devices
+
+
+def _device(said: bytes) -> Device:
+    """A device that another rank has named, in a store that anybody can write to."""
+    try:
+        return Device(said[:32].decode("ascii"))
+    except (UnicodeDecodeError, LockstepError) as problem:
+        raise PeerFailure("A rank's entry in torchrun's store is no device: another program writes to it.") from problem
 
 
 def wait_for_all(store: Store, env: TorchrunEnv, timeout: float, interrupts: Interrupts) -> None:

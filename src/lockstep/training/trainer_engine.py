@@ -7,6 +7,7 @@ from dataclasses import replace
 from lockstep.backends import devices_for, load_backend
 from lockstep.config import RunConfig, check_ranks
 from lockstep.core.errors import ConfigError
+from lockstep.core.secret import secret_for
 from lockstep.core.torchrun_env import TorchrunEnv, torchrun_env
 from lockstep.runtime.engine import Engine
 from lockstep.runtime.inprocess import InProcess
@@ -45,7 +46,8 @@ def _torchrun_engine(config: RunConfig, env: TorchrunEnv) -> Iterator[Engine]:
     store = prefix_store(f"trainer/{number}", shared)
     devices = devices_of_all(replace(config, engine="processes"), env, store)
     check_ranks(len(devices), config.num_shards)
-    group = ProcessGroup(store, env.rank, devices, address_towards(env.host), config.timeout)
+    secret = secret_for(f"torchrun/{env.attempt}/trainer {number}")
+    group = ProcessGroup(store, env.rank, devices, address_towards(env.host), config.timeout, secret)
     with backend.session([devices[env.rank]]):
         engine = Processes(backend, devices, group, has_session=False)
         engine.__enter__()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from lockstep.core.device import Device
+from lockstep.core.files import printable
 from lockstep.core.source_lines import source_line_of
 from lockstep.runtime.engine import Position
 from lockstep.runtime.store import Store
@@ -69,8 +70,19 @@ def last_heartbeats(store: Store, names: list[str]) -> list[dict[str, Any] | Non
     found: list[dict[str, Any] | None] = []
     for name in names:
         key = f"heartbeat/{name}"
-        found.append(json.loads(store.get(key)) if store.check([key]) else None)
+        found.append(_heartbeat(store.get(key)) if store.check([key]) else None)
     return found
+
+
+def _heartbeat(said: bytes) -> dict[str, Any] | None:
+    """A heartbeat; None where it is something else: torchrun's store takes values from anybody."""
+    try:
+        found = json.loads(said[:4096])
+        plain = {"count": int(found["count"]), "step": int(found["step"])}
+        texts = {name: printable(str(found[name]))[:500] for name in ("phase", "line")}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return {**plain, **texts}
 
 
 def find_stragglers(

@@ -64,7 +64,7 @@ class WorkerClient:
         number, rank = generation.number, generation.workers.index(self.worker)
 
         def connect() -> ProcessGroup:
-            store = prefix_store(f"group/{number}", file_store(self._secrets.rendezvous))
+            store = prefix_store(f"group/{number}", file_store(self._secrets.rendezvous, self._timeout))
             secret = self._secrets.key + number.to_bytes(8, "little")  # of this generation
             return ProcessGroup(store, rank, generation.devices, LOOPBACK, self._timeout, secret)
 
