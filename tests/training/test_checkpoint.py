@@ -857,3 +857,19 @@ def test_a_file_called_checkpoints_ends_the_run_in_a_sentence(lockstep, run):
     assert answer.err.splitlines()[-1].startswith("lockstep: ")
     assert "run/checkpoints" in answer.err
     assert (run / "checkpoints").read_text() == "mine"
+
+
+def test_one_that_was_skipped_does_not_push_out_a_good_one_later(tmp_path):
+    def made(step):
+        progress = checkpoint.Progress(step=step, first_loss=1.0)
+        return checkpoint.Checkpoint({}, {}, progress, {"W": np.zeros(2, np.float32)}, {"0:2": {}})
+
+    before = Checkpoints(tmp_path, keep=3)
+    for step in (5, 8):
+        before.save(made(step))
+    (tmp_path / "checkpoints" / "step-000008.safetensors").write_bytes(b"damaged")
+    again = Checkpoints(tmp_path, keep=2)
+    path, _ = again.newest(lambda note: None, 1 << 20)
+    assert path.name == "step-000005.safetensors"
+    again.save(made(10))
+    assert [path.name for path in again.paths()] == [f"step-{step:06d}.safetensors" for step in (10, 8, 5)]

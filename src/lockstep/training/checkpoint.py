@@ -192,9 +192,8 @@ class Checkpoints:
             content = checkpoint.packed()
             write_whole(path, lambda temporary: temporary.write_bytes(content))
             self._skipped.discard(path)
-            for old in [each for each in self.paths() if each not in self._skipped and _step_of(each) < step][
-                self._keep - 1 :
-            ]:
+            usable = [each for each in self.paths() if each not in self._skipped]
+            for old in [each for each in usable if _step_of(each) < step][self._keep - 1 :]:
                 old.unlink()
         except NotSerializable as problem:
             raise RunError(
