@@ -29,7 +29,8 @@ def cross_entropy(scores: Any, y: Tensor) -> Tensor:
             f"The model gives scores of shape {tuple(scores.shape)} for labels of shape {tuple(y.shape)}. Classes come "
             f"second, as in PyTorch: (samples, classes, positions). Use scores.transpose(1, 2) in the model."
         )
-    if y.ndim == 1 and not y.is_floating_point() and not y.is_cuda and bool((y == IGNORED).any()):
+    can_ask = not y.is_cuda and not torch.compiler.is_compiling()
+    if can_ask and y.ndim == 1 and not y.is_floating_point() and bool((y == IGNORED).any()):
         raise RunError(
             "There are samples with labels of -100, which do not count: a mean over all samples would count them. Use "
             "loss=nn.CrossEntropyLoss(), which divides by the samples that count."

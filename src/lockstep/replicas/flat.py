@@ -105,7 +105,7 @@ class FlatReplica(Capturable):
         found: dict[str, Any] = {name: zlib.crc32(piece.tobytes()) for name, piece in named.items()}
         return {**found, "the loss": float(leaf.loss).hex()}
 
-    def kept_state(self) -> dict[str, str]:
+    def kept_state(self, only_counters: bool = False) -> dict[str, str]:
         return {}
 
     def changed_state(self, before: dict[str, str], only_counters: bool = False) -> list[str]:

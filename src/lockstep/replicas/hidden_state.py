@@ -3,6 +3,7 @@
 import random
 from collections import deque
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -32,21 +33,31 @@ def changed(before: dict[str, str], after: dict[str, str]) -> list[str]:
     return [path for path in {**before, **after} if before.get(path) != after.get(path)]
 
 
+def counters_of(owner: Any, is_model: bool = True) -> dict[str, str]:
+    """The same for integers only, which costs little: they count something, and may have an effect later."""
+    found = islice(_walk(owner, "", 0, set(), is_model, with_tensors=False), MAX_VALUES)
+    return {path: text for path, text in found if text.lstrip("-").isdigit()}
+
+
 def counted(before: dict[str, str], after: dict[str, str]) -> list[str]:
-    """The paths of integers that have changed: they count something, and may have an effect later."""
-    both = [path for path in before if path in after and before[path] != after[path]]
-    return [path for path in both if all(text.lstrip("-").isdigit() for text in (before[path], after[path]))]
+    """The paths of integers that were there before, and are others now."""
+    return [path for path in before if path in after and before[path] != after[path]]
 
 
-def _walk(value: Any, path: str, depth: int, seen: set[int], is_model: bool) -> Iterator[tuple[str, str]]:
+def _walk(
+    value: Any, path: str, depth: int, seen: set[int], is_model: bool, *, with_tensors: bool = True
+) -> Iterator[tuple[str, str]]:
     if isinstance(value, PLAIN):
         yield path, repr(value)[:200]
+    elif isinstance(value, (Tensor, np.ndarray)) and not with_tensors:
+        return
     elif (text := _text(value)) is not None:
         yield path, text
     elif depth < MAX_DEPTH and id(value) not in seen and not type(value).__module__.startswith(OURS):
         seen.add(id(value))
         for name, part in _parts(value, is_model):
-            yield from _walk(part, f"{path}.{name}" if path else name, depth + 1, seen, is_model)
+            below = f"{path}.{name}" if path else name
+            yield from _walk(part, below, depth + 1, seen, is_model, with_tensors=with_tensors)
 
 
 def _text(value: Any) -> str | None:

@@ -24,7 +24,7 @@ from lockstep.replicas import module_state
 from lockstep.replicas.batch_loss import BatchLoss
 from lockstep.replicas.buffers import BufferUpdates
 from lockstep.replicas.gradients import Gradients
-from lockstep.replicas.hidden_state import changed, counted, state_of
+from lockstep.replicas.hidden_state import changed, counted, counters_of, state_of
 from lockstep.replicas.lent_module import LentModule
 from lockstep.replicas.optimizer_state import optimizer_state, restore_optimizer
 from lockstep.replicas.replica import AllGatherTensors, BatchSummary, Leaf, Measured, Shard
@@ -264,13 +264,14 @@ class ModuleReplica:
         sums = torch.stack([module_state.checksum(tensor) for tensor in named.values()])
         return dict(zip(named, sums.tolist(), strict=True))
 
-    def kept_state(self) -> dict[str, str]:
-        found = {f"the model's {path}": text for path, text in state_of(self.module).items()}
-        of_loss = state_of(self._losses.function, is_model=False)
+    def kept_state(self, only_counters: bool = False) -> dict[str, str]:
+        read = counters_of if only_counters else state_of
+        found = {f"the model's {path}": text for path, text in read(self.module).items()}
+        of_loss = read(self._losses.function, is_model=False)
         return found | {f"the loss's {path}": text for path, text in of_loss.items()}
 
     def changed_state(self, before: dict[str, str], only_counters: bool = False) -> list[str]:
-        return (counted if only_counters else changed)(before, self.kept_state())
+        return (counted if only_counters else changed)(before, self.kept_state(only_counters))
 
     def state_dict(self) -> Any:
         self.undo_step()

@@ -94,11 +94,11 @@ class Replica(Protocol):
     def digest(self, leaf: Leaf) -> dict[str, Any]:
         """A checksum of the leaf's gradient for each parameter, of its loss, and of each buffer that it changed."""
 
-    def kept_state(self) -> dict[str, str]:
-        """What the model and the loss keep besides parameters and buffers."""
+    def kept_state(self, only_counters: bool = False) -> dict[str, str]:
+        """What the model and the loss keep besides parameters and buffers; or `only_counters`, integers among it."""
 
     def changed_state(self, before: dict[str, str], only_counters: bool = False) -> list[str]:
-        """The names of what has changed of that since; or `only_counters`, of integers."""
+        """The names of what has changed of that since; or `only_counters`, of those."""
 
     def state_dict(self) -> Any:
         """What else a new replica needs to continue, as plain values and arrays: the optimizer's state."""

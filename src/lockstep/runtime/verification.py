@@ -85,7 +85,7 @@ class VerifiedSteps:
         shards = split_into_shards(batch.num_samples, self._options.num_shards)
         self._check_samples(batch, shards, 0)
         each = partial(self._engine.each, PHASE)
-        states = each(lambda rank, device, replica: replica.kept_state(), self._replicas)
+        states = each(lambda rank, device, replica: replica.kept_state(only_counters=True), self._replicas)
         self._compute_again(step, batch, shards)
         kept = each(lambda rank, device, replica, state: replica.changed_state(state, True), self._replicas, states)
         if names := [name for of_rank in self._engine.all_gather(kept) for name in of_rank]:
