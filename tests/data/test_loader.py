@@ -248,3 +248,14 @@ def test_a_pair_of_lists_of_samples(vectors):
         for data in ((samples, samples[:10]), [samples, samples[:10]])
     ]
     assert [set(result.metrics) for result in results] == [{"loss", "accuracy"}] * 2
+
+
+def test_byte_images_as_both_samples_and_targets_are_divided_as_both():
+    images = torch.randint(256, (48, 1, 8, 8), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    module = nn.Conv2d(1, 1, 3, padding=1)
+    how = {"loss": "mse", "batch_size": 48, "epochs": 1, "lr": 0.1, "quiet": True}
+    results = [lockstep.train(k, model=module, data=(images, images), **how) for k in (1, 2)]
+    assert results[0].weights_sha256 == results[1].weights_sha256
+    x = images.float() / 255
+    expected = nn.functional.mse_loss(module(x), x).item()
+    assert results[0].first_loss == pytest.approx(expected, rel=1e-5)

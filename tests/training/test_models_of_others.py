@@ -15,7 +15,7 @@ def needs(name):
         importlib.import_module(name)
         problem = ""
     except Exception as found:
-        problem = f"{name} cannot be imported ({found}): nox -s models installs it"
+        problem = f"{name} cannot be imported ({found}); nox -s models installs transformers"
     return pytest.mark.skipif(bool(problem), reason=problem)
 
 

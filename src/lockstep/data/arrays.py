@@ -79,6 +79,8 @@ def _checked_part(part: Any, name: str, kind: str) -> tuple[Nested, Nested]:
         raise DataError(f"{name}: the {kind} data is a {type(part).__name__}. {FORMS}")
     X = _converted(part[0], f"{name}: the {kind} samples", keeps_bytes=True)
     y = _converted(part[1], f"{name}: the {kind} targets", keeps_bytes=False)
+    if isinstance(X, np.ndarray) and X.dtype == np.uint8 and isinstance(y, np.ndarray) and np.array_equal(X, y):
+        y = X  # images as both, for an autoencoder: divided by 255 as both
     lengths = sorted({len(array) for array in leaves_of((X, y))})
     if len(lengths) != 1 or lengths[0] == 0:
         raise DataError(
