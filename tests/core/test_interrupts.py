@@ -15,11 +15,11 @@ class Busy:
 
 with Interrupts(notify=True) as interrupts:
     stderr, sys.stderr = sys.stderr, Busy()
-    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGTERM)
     sys.stderr = stderr
     assert interrupts.requested
     try:
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
     except KeyboardInterrupt:
         print("the second one ends it")
 """

@@ -201,7 +201,7 @@ class Flips(torch.optim.SGD):
         if self.num_steps == 5 and sys.argv[1] == "drifts":
             self.param_groups[0]["params"][0].data.view(torch.int32)[0, 0] ^= 1 << 16
         if self.num_steps == 7:
-            os.kill(os.getppid(), signal.SIGINT)
+            os.kill(os.getppid(), signal.SIGTERM)  # SIGINT is ignored in what runs in the background
 
 if __name__ == "__main__":
     torch.manual_seed(0)
