@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.training.background_command import BackgroundCommand
+
+from training.background_command import BackgroundCommand
 
 NOBODY = 65534
 HOW = ["train", "--data", "fashion-mnist-mini", "--epochs", 4, "--lr", 0.1, "--devices", 3, "--json"]
