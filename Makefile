@@ -7,12 +7,12 @@ READY := .venv/torch/installed
 PEERS := .venv/torch/peers-installed
 COMMA := ,
 
-.PHONY: train test test-long test-all bench mutate docs clean
+.PHONY: train test test-long test-all bench notebook mutate docs clean
 
 train: $(READY)  ## The text's experiment: LeNet on Fashion-MNIST, two devices.
 	$(BIN)/lockstep train --devices 2 --batch-size 256 --lr 0.2 --epochs 10
 
-test: $(NOX)  ## Format, lint, types, import directions, tests with coverage; then each framework. Under ten minutes.
+test: $(NOX)  ## Format, lint, types, import directions, tests with coverage; then each framework. About half an hour on two cores.
 	$(NOX) $(if $(BACKENDS),-s $(subst $(COMMA), ,$(BACKENDS)))
 
 test-long: $(READY)  ## What takes long: crash loops, damaged files, compilers, two hosts, the benchmark.
@@ -21,7 +21,10 @@ test-long: $(READY)  ## What takes long: crash loops, damaged files, compilers, 
 test-all: test test-long  ## Everything.
 
 bench: $(PEERS)  ## Our step against DistributedDataParallel, Fabric, Accelerate and the text's; appends to benchmarks/results/.
-	$(BIN)/lockstep bench
+	$(BIN)/lockstep bench --out benchmarks/results
+
+notebook: $(READY)  ## Executes the notebook, and writes it as a page: runs/training_on_multiple_gpus.html.
+	$(BIN)/jupyter nbconvert --to html --execute --output-dir runs notebooks/training_on_multiple_gpus.ipynb
 
 mutate: $(READY)  ## Breaks the code in each way that docs/testing.md lists, and shows the test that goes red.
 	$(BIN)/python tools/mutate.py

@@ -7,6 +7,7 @@ marked as long.
 
 import hashlib
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -38,10 +39,21 @@ def install(session: nox.Session, extras: str) -> None:
         done.write_text(wanted)
 
 
+def install_chromium(session: nox.Session) -> None:
+    """The browser that looks at reports, where it can be installed; its tests are skipped where it cannot."""
+    if not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))):
+        if os.geteuid() == 0 and shutil.which("apt-get"):
+            apt = ("apt-get", "install", "--yes", "--quiet", "--no-install-recommends", "chromium")
+            session.run(*apt, external=True, silent=True, success_codes=range(256))
+        else:
+            session.warn("Chromium is not installed: the tests of reports in a browser are skipped.")
+
+
 @nox.session
 def torch(session: nox.Session) -> None:
     """Format, lint, types, import directions, and all tests but the long ones, with coverage."""
     install(session, "torch,dev")
+    install_chromium(session)
     session.run("ruff", "format", "--check", "--quiet", ".")
     session.run("ruff", "check", "--quiet", ".")
     session.run("mypy")
@@ -87,6 +99,14 @@ def models(session: nox.Session) -> None:
     install(session, "torch,dev")
     session.install("--quiet", "-c", "constraints.txt", "transformers")
     session.run("pytest", "-q", *PARALLEL, "tests/training/test_models_of_others.py", "tests/test_examples.py")
+
+
+@nox.session(default=False)
+def ray(session: nox.Session) -> None:
+    """`lockstep.train` in the workers of Ray Train, on a local Ray with 1, 2 and 3 of them."""
+    install(session, "torch,test")
+    session.install("--quiet", "-c", "constraints.txt", "ray[train]")
+    session.run("pytest", "-q", "tests/test_examples.py", "-k", "ray")
 
 
 @nox.session(default=False, venv_backend="none")

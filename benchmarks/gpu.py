@@ -5,16 +5,19 @@
 
 `8` is our step with 8 shards, `8,compile` the same compiled, `8,eager` without CUDA graphs. (`lockstep bench` takes
 turns instead, and needs a GPU with memory for all contenders at once.) Memory is what is
-reserved; a contender that follows a larger one can show some of its, so measure memory in a process of its own.
+reserved; a contender that follows a larger one can show some of its, so measure memory in a process of its own. Every
+run appends a line to benchmarks/results/gpu.jsonl.
 """
 
 import argparse
 import gc
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +25,7 @@ import torch.distributed as dist
 from lockstep.bench.contenders import ContenderRank
 from lockstep.bench.contenders.distributed import ddp_best, ddp_compiled
 from lockstep.bench.contenders.lockstep import LockstepRun
+from lockstep.bench.results import RESULTS, append_result, describe_run
 from lockstep.bench.workload import MODELS, Workload, workload_for
 from lockstep.core.device import Device
 from lockstep.runtime.store import serve_store
@@ -61,18 +65,22 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=3)
     options = parser.parse_args()
     workload, _ = workload_for(options.model, [Device("cuda:0")], options.precision)
+    found: list[dict[str, Any]] = []
     for what in options.what:
         began = time.perf_counter()
         with ExitStack() as closing:
             run = started(what, workload, closing)
             ready = time.perf_counter() - began
-            seconds = median(run(workload.num_steps) for _ in range(options.trials))
+            times = [1000 * run(workload.num_steps) for _ in range(options.trials)]
             peak = torch.cuda.max_memory_reserved() / 2**30
-            print(f"{options.model} {options.precision} {what:16} {1000 * seconds:8.2f} ms  {peak:5.1f} GiB  "
-                  f"ready in {ready:.0f} s", flush=True)  # fmt: skip
+            print(f"{options.model} {options.precision} {what:16} {median(times):8.2f} ms ({min(times):.2f} to "
+                  f"{max(times):.2f})  {peak:5.1f} GiB  ready in {ready:.0f} s", flush=True)  # fmt: skip
+            found.append({"what": what, "milliseconds": times, "reserved_bytes": torch.cuda.max_memory_reserved()})
             del run
         gc.collect()
         torch.cuda.empty_cache()
+    described = describe_run("python", "benchmarks/gpu.py", *sys.argv[1:])
+    append_result(RESULTS / "gpu.jsonl", described | {"model": options.model, "contenders": found})
 
 
 if __name__ == "__main__":

@@ -57,6 +57,8 @@ OUT_OF_RANGE = [
     ("verify_every", -1, "verify every must be at least 0, got -1 (--verify-every)."),
     ("num_shards", 0, "shards must be at least 1 and at most 4096, got 0 (--shards)."),
     ("num_shards", 4097, "shards must be at least 1 and at most 4096, got 4097 (--shards)."),
+    ("num_slices", 0, "slices must be at least 1 and at most 1024, got 0 (--slices)."),
+    ("num_slices", 1025, "slices must be at least 1 and at most 1024, got 1025 (--slices)."),
     ("seed", -1, "seed must be at least 0 and at most 4294967295, got -1 (--seed)."),
     ("seed", 2**32, "seed must be at least 0 and at most 4294967295, got 4294967296 (--seed)."),
     ("bucket_mb", -1, "bucket mb must be at least 0, got -1.0 (--bucket-mb)."),
@@ -64,6 +66,7 @@ OUT_OF_RANGE = [
     ("workers", 257, "workers must be at least 0 and at most 256, got 257 (--workers)."),
     ("checkpoint_every", -1, "checkpoint every must be at least 0, got -1 (--checkpoint-every)."),
     ("keep_checkpoints", 0, "keep checkpoints must be at least 1, got 0 (--keep-checkpoints)."),
+    ("log_every", -1, "log every must be at least 0, got -1 (--log-every)."),
     ("check_every", -1, "check every must be at least 0, got -1 (--check-every)."),
     ("timeout", 0, "timeout must be more than 0 and less than 604800, got 0.0 (--timeout)."),
     ("timeout", 604800, "timeout must be more than 0 and less than 604800, got 604800.0 (--timeout)."),
@@ -239,6 +242,22 @@ def test_a_named_data_set_and_the_folder_of_the_run_are_not_changed():
     assert (config.data, config.out) == ("fashion-mnist-mini", Path("runs/one"))
 
 
+def test_slices_are_part_of_a_run_whose_layers_are_split():
+    assert RunConfig().num_slices is None
+    assert RunConfig(split="network=2").num_slices is None
+    assert RunConfig(split="layers").num_slices == RunConfig(split="data=2,layers=2").num_slices == 8
+    assert RunConfig(split="layers", num_slices=3).num_slices == 3
+
+
+@pytest.mark.parametrize(
+    "split", ["", "nonesuch", "data=0", "data=2,data=2", "network=two", "data,network=2", "layers="]
+)
+def test_a_split_that_cannot_be_read_is_refused(split):
+    with pytest.raises(ConfigError, match=r"^--split .*--split data=2,network=2\.$") as refused:
+        RunConfig(split=split)
+    assert refused.value.exit_status == 2
+
+
 # --- written once: the command line, Python and checkpoints have the same settings
 
 
@@ -247,7 +266,7 @@ def without_spaces(text):
 
 
 def test_train_help_has_every_setting_with_its_default_and_choices(lockstep):
-    shown = without_spaces(lockstep("train", "--help").out)
+    shown = without_spaces(lockstep("train", "--help").out.replace("│", " "))
     for each in settings_in():
         help_text = help_of(each)
         assert without_spaces(help_text) in shown
@@ -256,8 +275,7 @@ def test_train_help_has_every_setting_with_its_default_and_choices(lockstep):
             assert "Default: " in help_text
         elif isinstance(each.default, bool):
             name = flag_of(each)[2:]
-            assert (f"--{name}/--no-{name}" in shown) == each.default
-            assert f"--{name}{'/' * each.default}" in shown
+            assert f"--{name}--no-{name}<bool>" in shown
         else:
             assert f"{flag_of(each)}<{type(each.default).__name__}>" in shown
             assert f"{without_spaces(help_text)}[default:{each.default}]" in shown
@@ -277,9 +295,11 @@ OTHER = {
     "schedule": "cosine", "warmup": 5, "clip_norm": 1.0, "loss_over": "batch", "ema": 0.5, "verify_every": 3,
     "batch_norm": "sync", "precision": "tf32", "num_shards": 4,
     "seed": 1, "backend": "numpy", "engine": "processes", "exchange": "tree", "bucket_mb": 1.0, "balance": "measured",
-    "compile": True, "portable": True, "capture": False, "trace": True, "workers": 1, "out": "runs/other",
+    "compile": True, "portable": True, "capture": False, "trace": True, "log_every": 2, "logger": "tensorboard",
+    "workers": 1, "out": "runs/other",
     "checkpoint_every": 7,
     "keep_checkpoints": 1, "check_every": 7, "heal": True, "timeout": 5.0, "on_hang": "drop", "max_restarts": 0,
+    "split": "network", "stages": "layer2", "pipeline": "gpipe", "num_slices": 4, "update": "sharded",
 }  # fmt: skip
 
 
@@ -301,6 +321,6 @@ def test_a_run_resumes_with_other_settings_unless_they_are_part_of_its_identity(
 def test_the_settings_that_decide_the_bits_are_these():
     assert [each.name for each in settings_in(IDENTITY)] == [
         "batch_size", "learning_rate", "model", "data", "loss", "loss_over", "optimizer", "momentum", "weight_decay",
-        "schedule", "warmup", "clip_norm", "ema", "batch_norm", "precision", "num_shards", "seed", "backend", "compile",
-        "portable",
+        "schedule", "warmup", "clip_norm", "ema", "batch_norm", "precision", "num_shards", "seed", "backend",
+        "num_slices", "compile", "portable",
     ]  # fmt: skip

@@ -63,11 +63,20 @@ def test_every_function_that_the_tour_names_is_there():
         assert_exists(module, function)
 
 
-def test_every_function_that_the_readme_names_is_there():
-    named = re.findall(r"^\| [^|]+ \| `([\w/]+)\.py` \| `([\w.]+)` \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+def test_every_function_of_the_table_where_x_happens_is_there():
+    page = (ROOT / "docs" / "tour.md").read_text()
+    named = re.findall(r"^\| [^|]+ \| `([\w/]+)\.py` \| `([\w.]+)` \|$", page, re.MULTILINE)
     assert len(named) > 10
     for module, function in named:
         assert_exists(module, function)
+
+
+def test_the_readme_is_short_and_every_page_is_in_the_index():
+    assert len((ROOT / "README.md").read_text().splitlines()) < 150
+    index = (ROOT / "docs" / "README.md").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.name == "README.md" or f"({page.name})" in index, page.name
+    assert "Dive into Deep" in (ROOT / "README.md").read_text()
 
 
 def test_the_lines_of_every_backend_are_as_many_as_the_page_says():

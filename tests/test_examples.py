@@ -22,8 +22,21 @@ def test_an_example_has_at_most_60_lines(path):
 
 
 def test_all_of_them_are_run_here():
-    names = ["char_transformer", "clip", "gan", "gpt2_finetune", "lora", "own_cnn", "own_loop", "resnet18_cosine"]
-    assert [path.stem for path in EXAMPLES] == [*names, "token_mean", "vit_mixup"]
+    names = ["alexnet_halves", "char_transformer", "clip", "gan", "gpt2_finetune", "larger_than_a_device", "lora"]
+    more = ["own_cnn", "own_loop", "ray_train", "resnet18_cosine", "token_mean", "vit_mixup"]
+    assert [path.stem for path in EXAMPLES] == [*names, *more]
+
+
+def test_a_network_that_one_device_cannot_hold_fits_on_two():
+    fits = load("larger_than_a_device").main(num_epochs=1)  # asserts that the weights are the same
+    assert [way for way, does_fit in fits.items() if does_fit] == [
+        way for way in fits if "stages" in way or "halves" in way
+    ]
+
+
+@pytest.mark.long
+def test_two_halves_of_alexnet_have_the_weights_of_the_whole():
+    assert len(load("alexnet_halves").main(num_epochs=1)) == 1
 
 
 def test_a_loop_with_early_stopping_has_the_same_bits_on_any_devices():
@@ -49,6 +62,12 @@ def test_mixup_has_the_same_bits_on_any_devices():
 def test_a_model_of_hugging_face_has_the_same_bits_on_any_devices():
     pytest.importorskip("transformers", reason="transformers is not installed: nox -s models installs it")
     assert len(load("gpt2_finetune").main(num_epochs=2)) == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_workers_of_ray_train_have_the_hash_of_one_device():
+    pytest.importorskip("ray.train.torch", reason="ray is not installed: nox -s ray installs it")
+    assert len(set(load("ray_train").main().values())) == 1
 
 
 @pytest.mark.long

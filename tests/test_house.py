@@ -37,8 +37,7 @@ def test_no_function_takes_more_than_six_positional_arguments():
     found = []
     for file in FILES:
         for node in ast.walk(ast.parse(file.read_text())):
-            is_kernel = any(ast.unparse(each) == "triton.jit" for each in getattr(node, "decorator_list", ()))
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not is_kernel:
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 names = [a.arg for a in node.args.posonlyargs + node.args.args if a.arg not in ("self", "cls", "ctx")]
                 if len(names) > 6:
                     found.append(f"{file.relative_to(SOURCE)}:{node.lineno} {node.name}")
@@ -80,8 +79,3 @@ def test_every_deliberate_break_still_fits_the_code_and_is_documented():
         assert not mutate.is_stale(one), f"{one.what}: {one.file} has changed, update tools/mutate.py"
         assert f"| {one.what} |" in page, f"{one.what}: not in docs/testing.md"
         assert one.old != one.new
-
-
-@pytest.mark.long
-def test_every_deliberate_break_turns_a_test_red():
-    assert load_tool("mutate").main([]) == 0

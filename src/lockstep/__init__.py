@@ -13,19 +13,26 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lockstep.api import (
+        Comparison,
+        Explanation,
+        Plan,
         Result,
         allreduce,
+        compare,
         devices,
         evaluate_accuracy,
+        explain,
         get_params,
         init_lenet,
         lenet,
+        load_data_fashion_mnist,
+        plan,
         split_batch,
         train,
         train_batch,
         try_gpu,
     )
-    from lockstep.core.errors import LockstepError
+    from lockstep.core.errors import Interrupted, LockstepError
     from lockstep.models.whole_set_metrics import WholeSetMetric
     from lockstep.training.callbacks import RunState
     from lockstep.training.trainer import Trainer
@@ -33,17 +40,25 @@ if TYPE_CHECKING:
 __version__ = "0.8.0"  # the one place: pyproject.toml reads it from here
 
 __all__ = [
+    "Comparison",
+    "Explanation",
+    "Interrupted",
     "LockstepError",
+    "Plan",
     "Result",
     "RunState",
     "Trainer",
     "WholeSetMetric",
     "allreduce",
+    "compare",
     "devices",
     "evaluate_accuracy",
+    "explain",
     "get_params",
     "init_lenet",
     "lenet",
+    "load_data_fashion_mnist",
+    "plan",
     "split_batch",
     "train",
     "train_batch",
@@ -58,7 +73,7 @@ def __getattr__(name: str) -> Any:
     from lockstep import api
     from lockstep.core import errors
 
-    value = getattr(errors if name == "LockstepError" else api, name)
+    value = getattr(errors if name in ("Interrupted", "LockstepError") else api, name)
     globals()[name] = value
     return value
 

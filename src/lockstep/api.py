@@ -13,10 +13,15 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from lockstep.analysis.explain import explain as explain
+from lockstep.analysis.plan import Plan as Plan
+from lockstep.analysis.python_api import plan as plan
+from lockstep.attribution.waterfall import Explanation as Explanation
 from lockstep.backends import DEFAULT_BACKEND, Tensor, backend_of_all, devices_for, load_backend, named_devices
 from lockstep.config import RunConfig, check_ranks
 from lockstep.core.device import Device
 from lockstep.core.errors import ConfigError, RunError
+from lockstep.data.text_iterators import load_data_fashion_mnist as load_data_fashion_mnist
 from lockstep.models import Forward
 from lockstep.models.lenet import init_lenet as init_lenet
 from lockstep.models.lenet import lenet as lenet
@@ -38,9 +43,11 @@ from lockstep.training.api_inputs import (
     layout_of_params,
 )
 from lockstep.training.callbacks import RunState as RunState
+from lockstep.training.comparison import Comparison as Comparison
 from lockstep.training.evaluate import EvalSpec, evaluate_batches
 from lockstep.training.flat_task import EVAL_BATCH_SIZE
 from lockstep.training.replica_set import ReplicaSet
+from lockstep.training.sweep import compare as compare
 from lockstep.training.train import train as train
 
 
@@ -58,14 +65,12 @@ def __getattr__(name: str) -> Any:
 
 
 def try_gpu(i: int = 0, backend: str = DEFAULT_BACKEND) -> Device:
-    """GPU number `i` if there is one, else logical CPU device number `i`.
+    """GPU number `i`; where there are fewer, one of them again; logical CPU device number `i` where there is none.
 
     >>> try_gpu(5)
     cpu:5
     """
-    gpu = Device(f"cuda:{i}")
-    has_it = any(entry.device == gpu for entry in load_backend(backend).hardware())
-    return gpu if has_it else Device(f"cpu:{i}")
+    return devices_for(load_backend(backend), i + 1)[i]
 
 
 def devices(wanted: int | str | list[str] | None = None, backend: str = DEFAULT_BACKEND) -> list[Device]:

@@ -11,10 +11,24 @@ from typing import Any, get_type_hints
 from lockstep.backends import BACKENDS, DEFAULT_BACKEND
 from lockstep.core.entry_points import is_entry_point
 from lockstep.core.errors import ConfigError
-from lockstep.core.settings import AGREED, IDENTITY, LOCAL, checked, option_of, setting
+from lockstep.core.files import can_be_path
+from lockstep.core.settings import (
+    AGREED,
+    FAILURES,
+    IDENTITY,
+    LOCAL,
+    MAIN,
+    OPTIMIZATION,
+    RECORDS,
+    checked,
+    option_of,
+    setting,
+)
 from lockstep.optim.lr_schedule import SCHEDULES
 from lockstep.partition.balance import BALANCES
+from lockstep.partition.grid import AUTO, parse_split
 from lockstep.schedules.exchanges import EXCHANGES, NATIVE
+from lockstep.schedules.pipeline_orders import ORDERS
 
 MAX_SHARDS = 4096  # a shard is a forward and backward pass of its own: more would only be slow
 MAX_SEED = 2**32 - 1
@@ -25,6 +39,8 @@ ENGINES = {
     "inprocess": "a thread for each device",
     "processes": "a process for each (torchrun: several machines)",
 }
+UPDATES = {"replicated": "every device updates everything", "sharded": "every device its part, and hands it out"}
+DEFAULT_SLICES = 8  # of --split layers
 ON_HANG = {"stop": "end the run and name the straggler", "drop": "continue without it (engine processes)"}
 LOSSES_OVER = {
     "sample": "it returns one number for each sample, or a pair (sum, weight) of some samples",
@@ -49,56 +65,89 @@ class RunConfig:
 
     devices: int | str | None = setting(
         None,
-        "A number (GPUs if there are that many, else logical CPU devices), or a list: cpu:0,cpu:1 or cuda:0,cuda:0. "
-        "Default: all GPUs, else a logical CPU device for each core; at most --shards of them.",
+        "A number (of GPUs, each listed more than once where there are fewer; of logical CPU devices where there is "
+        "none), or a list: cpu:0,cpu:1 or cuda:0,cuda:0. Default: all GPUs, else a logical CPU device for each core; "
+        "at most --shards of them.",
+        group=MAIN,
     )
-    batch_size: int = setting(256, "Samples of one update, over all devices together.", IDENTITY, limits={">=": 1})
+    batch_size: int = setting(
+        256, "Samples of one update, over all devices together.", IDENTITY, limits={">=": 1}, group=MAIN
+    )
     learning_rate: float | None = setting(
-        None, "Learning rate, never scaled. Default: 0.2; adam, adamw: 0.001.", IDENTITY, limits={">": 0}, option="lr"
+        None,
+        "Learning rate, never scaled. Default: 0.2; adam, adamw: 0.001.",
+        IDENTITY,
+        limits={">": 0},
+        option="lr",
+        group=MAIN,
     )
-    num_epochs: int = setting(10, "Passes over the data.", AGREED, limits={">=": 1}, option="epochs")
+    num_epochs: int = setting(10, "Passes over the data.", AGREED, limits={">=": 1}, option="epochs", group=MAIN)
     model: str = setting(
-        "lenet", f"lenet (any framework), lenet-bn, mlp, resnet18, transformer, {OWN} which returns a module.", IDENTITY
+        "lenet",
+        f"lenet (any framework), lenet-bn, mlp, resnet18, transformer, {OWN} which returns a module.",
+        IDENTITY,
+        group=MAIN,
     )
     data: str = setting(
         "fashion-mnist",
         f"fashion-mnist, fashion-mnist-mini, a .npz file, {OWN} which returns (X, y), ((X, y), (X_test, "
         "y_test)), a map-style dataset or a pair of them.",
         IDENTITY,
+        group=MAIN,
     )
-    data_dir: Path | None = setting(None, "Folder with the files of Fashion-MNIST. Default: a cache, or a download.")  # noqa: RUF009
+    data_dir: Path | None = setting(  # noqa: RUF009
+        None, "Folder with the files of Fashion-MNIST. Default: a cache, or a download.", group=MAIN
+    )
     loss: str = setting(
         "cross_entropy",
         f"cross_entropy, mse, l1, bce, {OWN} which takes (output, y) and returns a loss per sample.",
         IDENTITY,
+        group=OPTIMIZATION,
     )
-    loss_over: str = setting("sample", "What the loss is a function of.", IDENTITY, choices=LOSSES_OVER, option="over")
+    loss_over: str = setting(
+        "sample", "What the loss is a function of.", IDENTITY, choices=LOSSES_OVER, option="over", group=OPTIMIZATION
+    )
     optimizer: str = setting(
-        "sgd", f"sgd, adam, adamw, {OWN} which takes the parameters and returns an optimizer.", IDENTITY
+        "sgd",
+        f"sgd, adam, adamw, {OWN} which takes the parameters and returns an optimizer.",
+        IDENTITY,
+        group=OPTIMIZATION,
     )
-    momentum: float = setting(0.0, "Momentum of sgd.", IDENTITY, limits={">=": 0, "<": 1})
+    momentum: float = setting(0.0, "Momentum of sgd.", IDENTITY, limits={">=": 0, "<": 1}, group=OPTIMIZATION)
     weight_decay: float | None = setting(
-        None, "Weight decay. Default: 0.01 for adamw, 0 for the others.", IDENTITY, limits={">=": 0}
+        None, "Weight decay. Default: 0.01 for adamw, 0 for the others.", IDENTITY, limits={">=": 0}, group=OPTIMIZATION
     )
-    schedule: str = setting("constant", "Learning-rate schedule after the warm-up.", IDENTITY, choices=SCHEDULES)
-    warmup: int = setting(0, "Steps in which the learning rate grows to its full value.", IDENTITY, limits={">=": 0})
-    clip_norm: float | None = setting(None, "Clip gradients to this norm. Default: off.", IDENTITY, limits={">": 0})
+    schedule: str = setting(
+        "constant", "Learning-rate schedule after the warm-up.", IDENTITY, choices=SCHEDULES, group=OPTIMIZATION
+    )
+    warmup: int = setting(
+        0, "Steps in which the learning rate grows to its full value.", IDENTITY, limits={">=": 0}, group=OPTIMIZATION
+    )
+    clip_norm: float | None = setting(
+        None, "Clip gradients to this norm. Default: off.", IDENTITY, limits={">": 0}, group=OPTIMIZATION
+    )
     ema: float | None = setting(
         None,
         "Decay of a moving average of the weights, like 0.999; its weights are in the result. Default: off.",
         IDENTITY,
         limits={">=": 0, "<": 1},
+        group=OPTIMIZATION,
     )
-    batch_norm: str = setting("shard", "Statistics of batch norm.", IDENTITY, choices=BATCH_NORMS)
-    precision: str = setting("fp32", "Precision of a model that is a module.", IDENTITY, choices=PRECISIONS)
+    batch_norm: str = setting("shard", "Statistics of batch norm.", IDENTITY, choices=BATCH_NORMS, group=OPTIMIZATION)
+    precision: str = setting(
+        "fp32", "Precision of a model that is a module.", IDENTITY, choices=PRECISIONS, group=OPTIMIZATION
+    )
     num_shards: int = setting(
         8,
         "Shards (micro-batches) of a batch. Changing it changes the weights; changing --devices does not.",
         IDENTITY,
         limits={">=": 1, "<=": MAX_SHARDS},
         option="shards",
+        group=OPTIMIZATION,
     )
-    seed: int = setting(0, "Seed of weights, sample order and dropout.", IDENTITY, limits={">=": 0, "<=": MAX_SEED})
+    seed: int = setting(
+        0, "Seed of weights, sample order and dropout.", IDENTITY, limits={">=": 0, "<=": MAX_SEED}, group=OPTIMIZATION
+    )
     backend: str = setting(
         DEFAULT_BACKEND, "The framework (see `lockstep devices`).", IDENTITY, choices=dict.fromkeys(BACKENDS)
     )
@@ -109,6 +158,26 @@ class RunConfig:
         AGREED,
         choices={**EXCHANGES, NATIVE: None},
     )
+    split: str = setting(
+        "data",
+        "What devices share: data (each has the whole model and a part of the batch), network (a stage), layers (a "
+        "part of every layer); products, like data=2,network=2; or auto: data, or as many stages as the memory needs.",
+        AGREED,
+    )
+    stages: str | None = setting(
+        None,
+        "Layers that the stages of --split network begin with, but for the first: a,b. Default: stages of equal cost.",
+        AGREED,
+    )
+    pipeline: str = setting("1f1b", "Order of the shards in the stages of a network.", AGREED, choices=ORDERS)
+    num_slices: int | None = setting(
+        None,
+        "Slices of a layer, whoever computes them: part of the run. Default: 8 with --split layers, else none.",
+        IDENTITY,
+        limits={">=": 1, "<=": 1024},
+        option="slices",
+    )
+    update: str = setting("replicated", "Who updates the parameters.", AGREED, choices=UPDATES)
     bucket_mb: float | None = setting(
         None,
         "Megabytes of a bucket, exchanged during the backward pass; 0: no overlap. Default: 8 between processes and "
@@ -127,26 +196,51 @@ class RunConfig:
         IDENTITY,
     )
     capture: bool = setting(True, "Capture steps on GPUs as CUDA graphs.")
-    trace: bool = setting(False, "Write a timeline of every device to trace.json, for Chrome or Perfetto.", AGREED)
+    trace: bool = setting(False, "Say where the time went, and write trace.json, for Perfetto.", AGREED, group=RECORDS)
+    log_every: int | None = setting(
+        None,
+        "Steps between two lines in metrics.jsonl, and of a logger; 0: only epochs. Default: some hundred lines a run.",
+        limits={">=": 0},
+        group=RECORDS,
+    )
+    logger: str | None = setting(
+        None,
+        "tensorboard: curves in the run's folder, for TensorBoard (needs tensorboardX); "
+        f"{OWN} which returns an object with Lightning's logger methods. Default: none.",
+        group=RECORDS,
+    )
     workers: int | None = setting(
         None, "Processes that load a map-style dataset. Default: one a core, at most 4.", limits={">=": 0, "<=": 256}
     )
-    out: Path | None = setting(None, "Folder of the run. Default: a new one below runs/.")  # noqa: RUF009
+    out: Path | None = setting(None, "Folder of the run. Default: a new one below runs/.", group=MAIN)  # noqa: RUF009
     checkpoint_every: int | None = setting(
-        None, "Steps between checkpoints; 0: no checkpoints. Default: one after each epoch.", AGREED, limits={">=": 0}
+        None,
+        "Steps between checkpoints; 0: no checkpoints. Default: one after each epoch.",
+        AGREED,
+        limits={">=": 0},
+        group=RECORDS,
     )
-    keep_checkpoints: int = setting(3, "Checkpoints to keep: the newest ones.", limits={">=": 1})
-    check_every: int = setting(100, "Steps between comparisons of the replicas; 0: never.", AGREED, limits={">=": 0})
+    keep_checkpoints: int = setting(3, "Checkpoints to keep: the newest ones.", limits={">=": 1}, group=RECORDS)
+    check_every: int = setting(
+        100, "Steps between comparisons of the replicas; 0: never.", AGREED, limits={">=": 0}, group=FAILURES
+    )
     verify_every: int = setting(
         400,
         "Steps between verifications: every shard is computed once more, by another device, and compared. 0: never.",
         AGREED,
         limits={">=": 0},
+        group=FAILURES,
     )
-    heal: bool = setting(False, "When replicas differ, go back to where they were equal, instead of stopping.", AGREED)
-    timeout: float = setting(60.0, "Seconds that ranks wait for a straggler.", limits={">": 0, "<": 7 * 24 * 3600})
-    on_hang: str = setting("stop", "What to do after the timeout.", choices=ON_HANG)
-    max_restarts: int = setting(3, "Restarts of rank processes that die; then the others continue.", limits={">=": 0})
+    heal: bool = setting(
+        False, "When replicas differ, go back to where they were equal, instead of stopping.", AGREED, group=FAILURES
+    )
+    timeout: float = setting(
+        60.0, "Seconds that ranks wait for a straggler.", limits={">": 0, "<": 7 * 24 * 3600}, group=FAILURES
+    )
+    on_hang: str = setting("stop", "What to do after the timeout.", choices=ON_HANG, group=FAILURES)
+    max_restarts: int = setting(
+        3, "Restarts of rank processes that die; then the others continue.", limits={">=": 0}, group=FAILURES
+    )
 
     def __post_init__(self) -> None:
         if callable(self.schedule):
@@ -156,7 +250,7 @@ class RunConfig:
             object.__setattr__(self, each.name, checked(each, TYPES[each.name], getattr(self, each.name)))
         if self.learning_rate is None and self.optimizer in LEARNING_RATES:
             object.__setattr__(self, "learning_rate", LEARNING_RATES[self.optimizer])
-        if "\0" in self.data:
+        if not can_be_path(self.data):
             raise ConfigError(f"data must be a name or the path of a .npz file, got {self.data!r} (--data).")
         if self.data.endswith(".npz"):  # a run's record must mean the same file from any folder
             object.__setattr__(self, "data", str(Path(self.data).resolve()))
@@ -167,6 +261,8 @@ class RunConfig:
                 f"The optimizer is made by {self.optimizer}: set the learning rate and the weight decay there, and "
                 f"leave --lr and --weight-decay out."
             )
+        if self.num_slices is None and self.split != AUTO and "layers" in parse_split(self.split):
+            object.__setattr__(self, "num_slices", DEFAULT_SLICES)
         if self.momentum and self.optimizer != "sgd":
             raise ConfigError(f"Momentum belongs to sgd, and the optimizer is {self.optimizer}. Leave --momentum out.")
 

@@ -397,6 +397,69 @@ def test_a_batch_smaller_than_the_number_of_shards_keeps_the_bits(name, few):
     assert len(hashes) == 1
 
 
+@pytest.mark.parametrize(
+    ("split", "more"),
+    [
+        ("network=2", {}),
+        ("network=4", {"pipeline": "gpipe"}),
+        ("data=2,network=2", {"update": "sharded"}),
+        ("data=3", {"update": "sharded"}),
+    ],
+)
+@pytest.mark.parametrize("optimizer", [{}, {"momentum": 0.9, "clip_norm": 0.5}], ids=["sgd", "clipped"])
+def test_the_bits_do_not_depend_on_the_split(name, few, split, more, optimizer):
+    """A stage, or a rank's share of the update, computes what it does within the whole network."""
+    how = {"backend": name, "data": str(few), "num_epochs": 1, "batch_size": 20, **optimizer}
+    expected = run(RunConfig(devices="cpu:0", **how), quiet=True)
+    k = 4 if "," in split else int(split[-1])
+    found = run(RunConfig(split=split, devices=",".join(devices(k)), **more, **how), quiet=True)
+    assert found.weights_sha256 == expected.weights_sha256
+    assert found.history[0].train_loss == expected.history[0].train_loss
+    assert found.test_accuracy == expected.test_accuracy
+
+
+@pytest.mark.parametrize("optimizer", [{}, {"optimizer": "adam", "clip_norm": 0.5}], ids=["sgd", "clipped"])
+def test_the_same_slices_give_the_same_bits_for_every_split(name, few, optimizer):
+    how = {"backend": name, "data": str(few), "num_epochs": 1, "batch_size": 20, "num_slices": 4, **optimizer}
+    expected = run(RunConfig(devices="cpu:0", **how), quiet=True)
+    for split in ("layers=2", "layers=4", "data=2,layers=2", "network=2", "network=2,layers=2"):
+        k = 4 if "," in split else int(split[-1])
+        found = run(RunConfig(split=split, devices=",".join(devices(k)), **how), quiet=True)
+        assert found.weights_sha256 == expected.weights_sha256, split
+        assert found.test_accuracy == expected.test_accuracy
+
+
+def test_a_layer_and_its_gradients_are_those_of_the_whole_model(backend):
+    """The gradients of X and of the parameters, from that of the output."""
+    X, W, b, up = random_array(5, 3), random_array(3, 4, seed=1), random_array(4, seed=2), random_array(5, 4, seed=3)
+
+    def layer(ops, X, params):
+        return ops.linear(X, *params)
+
+    def oracle(needs_X):
+        out, pull = ORACLE.vjp(layer, [W, b], X, needs_X)
+        return out, *pull(up)
+
+    params = on(backend, W, b)
+    for needs_X in (True, False):
+        out, pull = backend.vjp(layer, params, *on(backend, X), needs_X)
+        in_X, in_params = pull(*on(backend, up))
+        expected, expected_X, expected_params = oracle(needs_X)
+        close(backend.to_numpy(out), expected)
+        assert (in_X is None) == (expected_X is None) == (not needs_X)
+        if needs_X:
+            close(backend.to_numpy(in_X), up @ W.T)
+        close(backend.to_numpy(in_params[0]), X.T @ up)
+        close(backend.to_numpy(in_params[1]), up.sum(0))
+        assert expected_params is not None
+
+
+def test_slices_of_a_layer_are_put_together_along_the_units(backend):
+    parts = [random_array(2, width, 3, 3, seed=width) for width in (1, 3, 2)]
+    found = backend.concat_units(on(backend, *parts))
+    np.testing.assert_array_equal(backend.to_numpy(found), np.concatenate(parts, axis=1))
+
+
 def test_runs_of_the_command_line_on_the_small_data_set(name, lockstep):
     """Same hash for k = 1, 2 and 4; the loss of the first step is the oracle's."""
     settings = ("--backend", name, "--data", "fashion-mnist-mini", "--epochs", 1, "--json")
@@ -655,7 +718,8 @@ def test_compare_writes_all_files_of_its_runs(name, lockstep, tiny, tmp_path):
     assert "end with the same weights, bit for bit" in answer.out
     assert (tmp_path / "grid" / "compare.png").exists()
     files = {path.name for path in (tmp_path / "grid" / "k2-batch256-lr0.2").iterdir()}
-    assert files == {"config.json", "metrics.jsonl", "result.json", "curve.png", "weights.safetensors"}
+    kept = {"config.json", "metrics.jsonl", "result.json", "curve.png", "weights.safetensors", "checkpoints"}
+    assert files == kept
     config = json.loads((tmp_path / "grid" / "k2-batch256-lr0.2" / "config.json").read_text())
     assert config["backend"] == name
     result = json.loads((tmp_path / "grid" / "k2-batch256-lr0.2" / "result.json").read_text())

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from lockstep.bench.contenders import CONTENDERS, Contender, default_contenders
-from lockstep.bench.run import contenders_for, plot_title, save_results, split_names
+from lockstep.bench.plots import bars_of
+from lockstep.bench.run import check_writable, contenders_for, plot_title, save_results, split_names
 from lockstep.bench.tables import Row, Table
 from lockstep.bench.workload import workload_for
 from lockstep.core.device import Device
@@ -68,3 +69,22 @@ def test_invalid_options_are_refused_before_anything_starts(lockstep, arguments,
     assert answer.status == 2
     assert answer.err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_bars_are_the_ratios_that_their_labels_say():
+    """Of interleaved trials: 1.5, though the ratio of the two medians is 2."""
+    rows = [Row("lockstep", seconds=[1.0, 2.0, 4.0]), Row("ddp", seconds=[4.0, 3.0, 6.0])]
+    bars, unit = bars_of(Table("lenet", "lockstep", rows), rows)
+    assert [bar.median for bar in bars] == [1.0, 1.5]
+    assert unit == "time of a step / lockstep's"
+    bars, unit = bars_of(Table("lenet", "lockstep", rows[1:]), rows[1:])
+    assert ([bar.median for bar in bars], unit) == ([4000.0], "ms/step")
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_is_measured(lockstep, tmp_path):
+    check_writable(tmp_path / "new" / "folder")
+    (tmp_path / "file").touch()
+    answer = lockstep("bench", "--out", "file")
+    assert answer.status == 2
+    assert answer.err.startswith("lockstep: Results cannot be written to file")
+    assert "measuring" not in answer.err

@@ -24,8 +24,8 @@ def run(lockstep, few):
 def test_help_names_every_command(lockstep):
     answer = lockstep("--help")
     assert answer.status == 0
-    for command in ("train", "evaluate", "compare", "bench", "devices", "data"):
-        assert f"\n  {command} " in answer.out
+    for command in ("train", "evaluate", "compare", "report", "runs", "bench", "devices", "data"):
+        assert f"│ {command} " in answer.out
         assert lockstep(command, "--help").status == 0
 
 
@@ -36,6 +36,7 @@ import lockstep.cli
 
 heavy = {"torch", "paddle", "mxnet", "jax", "numpy", "rich", "matplotlib", "safetensors"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
+heavy -= {"rich"}  # which draws the help
 for arguments in (["--help"], ["train", "--help"]):
     try:
         lockstep.cli.main(arguments)
@@ -148,7 +149,13 @@ def test_compare_trains_the_sweep_and_sums_it_up(lockstep, tiny, tmp_path):
     )
     assert answer.status == 0, answer.err
     assert "1 and 2 devices end with the same weights, bit for bit" in answer.out
-    assert "times as many samples a second" in answer.out
+    assert "times as many samples a second as 1, a scaling efficiency of" in answer.out
+    assert [line for line in answer.err.splitlines() if line.startswith("run ")] == [
+        "run 1 of 4: k1-batch20-lr0.1",
+        "run 2 of 4: k2-batch20-lr0.1",
+        "run 3 of 4: k1-batch20-lr0.2",
+        "run 4 of 4: k2-batch20-lr0.2",
+    ]
     with (tmp_path / "grid" / "compare.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["num_devices"], row["batch_size"], row["learning_rate"]) for row in rows] == [
@@ -168,6 +175,63 @@ def test_compare_scales_the_batch_with_the_devices(lockstep, few):
     assert [row["batch_size"] for row in answer.json["rows"]] == [10, 20, 10, 20]
     assert "the best learning rate is" in answer.json["sentence"].lower()
     assert "for batch 10 and" in answer.json["sentence"]
+    assert "samples a second" not in answer.json["sentence"], "a speed-up is one at equal batch"
+
+
+def test_compare_resumes_and_trains_nothing_twice(lockstep, few, tmp_path):
+    arguments = ("compare", "--data", few, "--batch-size", 8, "--epochs", 2, "--lr", "0.1", "--out", "grid", "--json")
+    first = lockstep(*arguments)
+    assert first.status == 0, first.err
+    assert lockstep(*arguments).status == 2, "a folder that is not empty needs --resume"
+    (tmp_path / "grid" / "k2-batch8-lr0.1" / "result.json").unlink()
+    (tmp_path / "grid" / "compare.csv").unlink()
+    again = lockstep(*arguments, "--resume")
+    assert again.status == 0, again.err
+    assert "all 2 epochs are done" in again.err
+    assert again.err.count("on 1 logical CPU device [") == 0, "the first was finished"
+    hashes = [[row["weights_sha256"] for row in answer.json["rows"]] for answer in (first, again)]
+    assert hashes[0] == hashes[1]
+    assert (tmp_path / "grid" / "compare.csv").is_file()
+    assert lockstep("compare", "--resume").status == 2
+    longer = lockstep(*arguments, "--resume", "--epochs", 3)
+    assert longer.status == 0, longer.err
+    assert [row["steps"] for row in longer.json["rows"]] == [9, 9], "three epochs of three steps"
+    other = lockstep(*arguments, "--resume", "--epochs", 3, "--seed", 5)
+    assert other.status == 2
+    assert "has the seed 0, and 5 is wanted. Choose another --out." in other.err
+
+
+def test_compare_sweeps_shards_exchange_engine_and_optimizer(lockstep, few):
+    settings = ("--data", few, "--batch-size", 8, "--epochs", 1, "--devices", 2, "--quiet", "--json")
+    answer = lockstep("compare", *settings, "--shards", "4,8", "--exchange", "sharded,tree", "--optimizer", "sgd,adam")
+    assert answer.status == 0, answer.err
+    rows = answer.json["rows"]
+    assert len(rows) == 8
+    by_setting = {(row["shards"], row["optimizer"]): set() for row in rows}
+    for row in rows:
+        by_setting[row["shards"], row["optimizer"]].add(row["weights_sha256"])
+    assert [len(found) for found in by_setting.values()] == [1, 1, 1, 1]
+    assert len({row["weights_sha256"] for row in rows}) == 4
+    assert {row["learning_rate"] for row in rows} == {0.2, 0.001}
+
+
+def test_compare_of_finished_runs(lockstep, few, tmp_path):
+    for name, k in (("one", 1), ("two", 2)):
+        settings = ("--data", few, "--batch-size", 8, "--epochs", 1, "--devices", k, "--out", name, "--quiet")
+        assert lockstep("train", *settings).status == 0
+    answer = lockstep("compare", "one", "two")
+    assert answer.status == 0, answer.err
+    assert "1 and 2 devices end with the same weights, bit for bit" in answer.out
+    (tmp_path / "two" / "result.json").write_text("{}")
+    answer = lockstep("compare", "one", "two")
+    assert answer.status == 2
+    assert "two is a run that has not finished" in answer.err
+
+
+def test_compare_warns_when_devices_outnumber_cores(lockstep, few, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    settings = ("--data", few, "--batch-size", 8, "--epochs", 1, "--devices", "1,3", "--json")
+    assert "3 logical CPU devices share 2 cores" in lockstep("compare", *settings).json["sentence"]
 
 
 def test_compare_shows_that_ring_does_not_keep_the_bits(lockstep, tiny):

@@ -59,7 +59,7 @@ def test_the_hash_is_that_of_the_weights_on_disk(lockstep, tiny, tmp_path):
     assert json.loads((run / "result.json").read_text()) == answer.json
     assert answer.json["run"] == "run"
     events = [json.loads(line)["event"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert events == ["started", "epoch", "done"]
+    assert events == ["started", "step", "step", "epoch", "done"]
 
 
 def test_it_ends_with_the_two_lines_of_the_text(lockstep, tiny):

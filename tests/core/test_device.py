@@ -67,9 +67,9 @@ def test_a_number_without_gpus_means_logical_cpu_devices(wanted):
 
 @pytest.mark.parametrize(
     ("wanted", "devices"),
-    [(1, ["cuda:0"]), (2, ["cuda:0", "cuda:1"]), (3, ["cpu:0", "cpu:1", "cpu:2"])],
+    [(1, ["cuda:0"]), (2, ["cuda:0", "cuda:1"]), (3, ["cuda:0", "cuda:1", "cuda:0"])],
 )
-def test_a_number_means_gpus_if_there_are_that_many_else_none_of_them(wanted, devices):
+def test_a_number_means_gpus_and_each_more_than_once_where_there_are_fewer(wanted, devices):
     assert choose_devices(wanted, TWO_GPUS) == devices
     assert choose_devices(str(wanted), TWO_GPUS) == devices
 

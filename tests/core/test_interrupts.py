@@ -1,11 +1,15 @@
 """Signals: the first one is noted, the second one ends the run."""
 
+import os
+import signal
 import subprocess
 import sys
 
+from lockstep.core.interrupts import Interrupts, undone_when_terminated
+
 PROGRAM = """
 import os, signal, sys
-from lockstep.core.interrupts import Interrupts
+from lockstep.core.interrupts import Interrupts, undone_when_terminated
 
 class Busy:
     # standard error while a line is being written to it: whoever writes now gets this error
@@ -29,3 +33,38 @@ def test_the_note_does_not_go_through_a_buffer_that_may_be_in_use():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60)
     assert done.stdout == "the second one ends it\n"
     assert done.stderr == "\nstopping after this step; press Ctrl-C again to end it now\n"
+
+
+def test_who_counts_signals_gets_no_exception_that_could_be_lost():
+    with Interrupts(signals=[signal.SIGUSR1], raises=False) as interrupts:
+        for count in range(1, 4):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert interrupts.requested
+            assert interrupts.count == count
+
+
+UNDOING = """
+import os, signal
+from lockstep.core.interrupts import undone_when_terminated
+
+with undone_when_terminated():
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("undone", flush=True)
+"""
+
+
+def test_what_was_begun_is_undone_when_the_program_is_terminated():
+    done = subprocess.run([sys.executable, "-c", UNDOING], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr, done.returncode) == ("undone\n", "", 128 + signal.SIGTERM)
+
+
+def test_a_handler_of_the_program_is_not_replaced():
+    with Interrupts() as interrupts, undone_when_terminated():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert interrupts.requested
+    with undone_when_terminated():
+        assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

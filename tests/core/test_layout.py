@@ -44,7 +44,8 @@ def test_every_parameter_starts_on_a_cache_line_and_gaps_are_zero(arrays):
         assert layout.pieces[2 * number] == array.size
         assert flat[start : start + array.size].tolist() == [1] * array.size
     assert all(0 <= gap < ALIGNMENT for gap in layout.pieces[1::2])
-    assert len(layout.pieces) == 2 * len(arrays) - 1
+    assert len(layout.pieces) == 2 * len(arrays)
+    assert layout.size % ALIGNMENT == 0
     assert flat.sum() == sum(array.size for array in arrays)
 
 
@@ -54,10 +55,10 @@ def test_a_cache_line_has_64_bytes():
 
 def test_a_layout_by_hand():
     layout = Layout(("W", "b", "c"), ((3, 6), (16,), ()))
-    assert layout.pieces == (18, 14, 16, 0, 1)
-    assert layout.size == 49
+    assert layout.pieces == (18, 14, 16, 0, 1, 15)
+    assert layout.size == 64
     flat = layout.flatten([np.full((3, 6), 1.0), np.full(16, 2.0), np.array(3.0)])
-    assert flat.tolist() == [1] * 18 + [0] * 14 + [2] * 16 + [3]
+    assert flat.tolist() == [1] * 18 + [0] * 14 + [2] * 16 + [3] + [0] * 15
 
 
 def test_the_parameters_are_views_of_the_vector():

@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
+from lockstep.core import serialization
 from lockstep.core.serialization import CorruptData, NotSerializable, pack, unpack
 
 DTYPES = ["?", "u1", "i1", "<u2", "<i2", "<u4", "<i4", "<u8", "<i8", "<f2", "<f4", "<f8", "<c8"]
@@ -232,3 +233,13 @@ def test_safetensors_files_of_others_are_corrupt(inner):
 
     check_corrupt(save({"W": np.zeros(2, np.float32)}))
     check_corrupt(save({"W": np.zeros(2, np.float32)}, {"lockstep": inner.decode()}))
+
+
+def test_a_header_that_would_take_much_memory_is_neither_packed_nor_unpacked(monkeypatch):
+    """Each of its bytes may become a Python object of thirty."""
+    packed = pack({"step": 3})
+    monkeypatch.setattr(serialization, "MAX_HEADER", 50)
+    with pytest.raises(CorruptData):
+        unpack(packed, is_strict=False)
+    with pytest.raises(NotSerializable, match="bytes besides arrays, more than 50"):
+        pack({"step": 3})

@@ -1,51 +1,77 @@
-"""Where the time goes: spans that do not overlap, a file that Chrome reads, and what a perfect speed-up was lost to."""
+"""Spans: they do not overlap, say which shard they are of, and are read from the clock of a GPU where there is one."""
 
-import json
-import re
-from collections import Counter
+import threading
 from itertools import pairwise
 
 import pytest
 
 from lockstep.core import tracing
-from lockstep.core.tracing import Span, Trace, chrome_trace, lost_time, span, traced, with_waits
+from lockstep.core.tracing import HostTrace, Span, SpanName, Trace, span, traced, with_waits
 
 
 def test_a_span_within_another_interrupts_it():
     trace = Trace()
-    with traced(trace), span("outer"), span("inner"):
+    with traced(trace), span(SpanName.COMPUTE), span(SpanName.FORWARD):
         pass
-    assert [one.name for one in trace.spans] == ["outer", "inner", "outer"]
+    assert [one.name for one in trace.spans] == ["forward and backward", "forward", "forward and backward"]
     assert all(before.end == after.start for before, after in pairwise(trace.spans))
+
+
+def test_a_span_within_another_of_the_same_name_is_the_same_span():
+    trace = Trace()
+    with traced(trace), span(SpanName.FORWARD, 3, 1), span(SpanName.FORWARD):
+        pass
+    assert [one[::4] for one in trace.spans] == [("forward", 3)]
+
+
+def test_a_span_is_of_the_shard_and_stage_of_the_one_around_it():
+    trace = Trace()
+    with traced(trace), span(SpanName.COMPUTE, 5, 1), span(SpanName.FORWARD), span(SpanName.WAIT, stage=2):
+        pass
+    assert {(one.name, one.shard, one.stage) for one in trace.spans} == {
+        ("forward and backward", 5, 1), ("forward", 5, 1), ("wait", 5, 2)
+    }  # fmt: skip
 
 
 def test_no_span_is_recorded_unless_the_thread_is_traced():
     trace = Trace()
-    with traced(trace):
+    with traced(trace), traced(None), span(SpanName.FORWARD):
         pass
-    with span("forward"):
+    with span(SpanName.FORWARD):
         pass
     assert trace.spans == []
+
+
+def test_after_a_part_that_is_not_traced_the_rest_is():
+    trace = Trace()
+    with traced(trace):
+        with traced(None):
+            pass
+        with span(SpanName.FORWARD):
+            pass
+    assert len(trace.spans) == 1
 
 
 def test_an_error_leaves_no_span_open():
     trace = Trace()
     with traced(trace):
-        with pytest.raises(ValueError, match="mine"), span("forward"):
+        with pytest.raises(ValueError, match="mine"), span(SpanName.FORWARD):
             raise ValueError("mine")
-        with span("backward"):
+        with span(SpanName.BACKWARD):
             pass
     assert [one.name for one in trace.spans] == ["forward", "backward"]
 
 
-def test_the_number_of_spans_is_limited(monkeypatch):
+def test_a_step_is_traced_as_a_whole_or_not_at_all(monkeypatch):
     monkeypatch.setattr(tracing, "MAX_SPANS", 3)
     trace = Trace()
     with traced(trace):
-        for _ in range(5):
-            with span("forward"):
-                pass
-    assert len(trace.spans) == 3
+        for step in range(1, 4):
+            trace.start_step(step)
+            for _ in range(2):
+                with span(SpanName.FORWARD):
+                    pass
+    assert [one.step for one in trace.spans] == [1, 1, 2, 2]
 
 
 def test_the_time_between_two_spans_of_a_step_is_waiting():
@@ -58,73 +84,78 @@ def test_the_time_between_two_spans_of_a_step_is_waiting():
     ]
 
 
-def test_lost_and_perfect_time_add_up_to_the_step():
-    ranks = [
-        [Span("data", 2, 0, 1), Span("forward", 2, 1, 4), Span("exchange", 2, 5, 7), Span("update", 2, 7, 9)],
-        [Span("data", 2, 0, 1), Span("forward", 2, 1, 5), Span("exchange", 2, 5, 7), Span("update", 2, 7, 9)],
-    ]
-    lost = lost_time(ranks)
-    assert lost.step == pytest.approx(9000)
-    assert lost.to == {"update": 1000, "exchange": 2000, "wait": 500}
-    assert lost.perfect + sum(lost.to.values()) == pytest.approx(lost.step)
-    assert lost_time([[Span("forward", 1, 0, 1)]]).to == {}
-
-
-def test_the_first_step_is_not_counted_unless_it_is_the_only_one():
-    first, second = Span("forward", 1, 0, 100), Span("forward", 2, 100, 101)
-    assert lost_time([[first, second]]).step == pytest.approx(1000)
-    assert lost_time([[first]]).step == pytest.approx(100_000)
-
-
-@pytest.mark.parametrize("engine", ["inprocess", "processes"])
-def test_a_traced_run_records_what_every_device_did(lockstep, tiny, tmp_path, engine):
-    how = ("--data", tiny, "--batch-size", 65, "--epochs", 1, "--devices", 2, "--engine", engine, "--json")
-    plain = lockstep("train", *how, "--out", tmp_path / "plain")
-    answer = lockstep("train", *how, "--trace", "--out", tmp_path / "run")
-    assert answer.status == 0, answer.err
-    assert answer.json["weights_sha256"] == plain.json["weights_sha256"]
-    assert not (tmp_path / "plain" / "trace.json").exists()
-    pattern = r"^a step took [\d.]+ ms; ideal 2x scaling: [\d.]+ ms; overhead: .*exchange [\d.]+ ms"
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    (sentence,) = [line["sentence"] for line in lines if line["event"] == "traced"]
-    assert re.search(pattern, sentence)
-    assert engine == "processes" or sentence in answer.err  # workers write to the terminal themselves
-    events = json.loads((tmp_path / "run" / "trace.json").read_text())
-    rows = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
-    assert rows == {0: "rank 0 (cpu:0)", 1: "rank 1 (cpu:1)"}
-    for rank in rows:
-        own = sorted((event for event in events if event["ph"] == "X" and event["tid"] == rank), key=lambda e: e["ts"])
-        assert all(a["ts"] + a["dur"] <= b["ts"] + 0.2 for a, b in pairwise(own))
-        counted = Counter(event["name"] for event in own)
-        steps = answer.json["steps"]
-        updates = [event["args"]["step"] for event in own if event["name"] == "update"]
-        assert updates == [*range(1, steps + 1)]
-        assert counted["forward"] == counted["backward"] == 4 * steps  # each rank has four shards
-        assert {"data", "exchange", "wait"} <= set(counted)
-
-
-def test_a_trace_starts_at_zero():
-    events = chrome_trace([[Span("forward", 1, 100.0, 100.5)]], [[]], ["cpu:0"])
-    assert events[1] == {
-        "name": "forward", "ph": "X", "pid": 0, "tid": 0, "ts": 0.0, "dur": 500000.0, "args": {"step": 1}
-    }  # fmt: skip
-
-
-def test_an_overlapped_exchange_is_the_row_below():
-    exchanges = [[Span("exchange", 1, 100.2, 100.3)], []]
-    events = chrome_trace([[Span("backward", 1, 100.0, 100.5)]] * 2, exchanges, ["cpu:0", "cpu:1"])
-    assert [event["args"]["name"] for event in events if event["ph"] == "M"] == [
-        "rank 0 (cpu:0)", "rank 0, overlapped exchange", "rank 1 (cpu:1)"
-    ]  # fmt: skip
-    assert [(event["tid"], event["name"], event["ts"]) for event in events if event["ph"] == "X"] == [
-        (0, "backward", 0.0), (1, "exchange", 200000.0), (2, "backward", 0.0)
-    ]  # fmt: skip
-
-
 def test_the_spans_of_the_overlapped_exchange_are_of_the_same_step():
     trace = Trace()
     trace.start_step(7)
-    with traced(trace.exchange), span("exchange"):
+    with traced(trace.exchange), span(SpanName.EXCHANGE):
         pass
     assert [(one.name, one.step) for one in trace.exchange.spans] == [("exchange", 7)]
+    assert trace.spans == []
+
+
+def test_what_the_loop_does_is_traced_after_an_error_too():
+    host = HostTrace()
+    with pytest.raises(ValueError, match="mine"), host.span(SpanName.STEP, 4):
+        raise ValueError("mine")
+    assert [(one.name, one.step) for one in host.spans] == [("step", 4)]
+
+
+class FakeGpu:
+    """A device whose clock is a list: what was launched takes one second each, and the host is far ahead of it."""
+
+    def __init__(self):
+        self.num_events, self.is_capturing = 0, False
+
+    def record(self):
+        if self.is_capturing:
+            return None
+        self.num_events += 1
+        return self.num_events
+
+    def seconds(self, event):
+        return 100.0 + event
+
+
+def test_the_work_of_a_gpu_is_read_from_its_own_clock():
+    trace, waits = Trace(FakeGpu()), []
+    trace.start_step(2)
+    with traced(trace, lambda: waits.append(1)), span(SpanName.COMPUTE, synchronizes=True), span(SpanName.FORWARD, 3):
+        pass
+    assert len(waits) == 1  # at the end of a phase, and not of every span
+    assert trace.take_device_spans() == [
+        Span("forward and backward", 2, 101.0, 104.0), Span("forward", 2, 102.0, 103.0, 3)
+    ]  # fmt: skip
+    assert trace.take_device_spans() == []
+
+
+def test_waiting_is_no_work_of_a_gpu():
+    trace = Trace(FakeGpu())
+    with traced(trace), span(SpanName.WAIT), span(SpanName.EXCHANGE):
+        pass
+    assert trace.take_device_spans() == []
+    assert len(trace.spans) == 3
+
+
+def test_what_is_captured_has_no_events():
+    gpu = FakeGpu()
+    trace = Trace(gpu)
+    with traced(trace), span(SpanName.UPDATE):
+        gpu.is_capturing = True
+        with span(SpanName.FORWARD):
+            pass
+        gpu.is_capturing = False
+    assert [one.name for one in trace.take_device_spans()] == ["update"]
+
+
+def test_threads_have_traces_of_their_own():
+    trace = Trace()
+
+    def work():
+        with span(SpanName.FORWARD):
+            pass
+
+    with traced(trace):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
     assert trace.spans == []

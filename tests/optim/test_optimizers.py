@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.optim.optimizers import OPTIMIZERS, Adam, Sgd, clipped
+from lockstep.optim.optimizers import OPTIMIZERS, Adam, Sgd, clip_factor
 
 CASES = {
     "sgd": (Sgd(0.1), lambda p: torch.optim.SGD(p, 0.1)),
@@ -40,7 +40,8 @@ def test_every_name_has_an_optimizer():
 
 
 def test_clipping_scales_only_gradients_whose_norm_is_too_large():
-    gradient = np.array([3.0, 4.0], np.float32)
-    assert clipped(gradient, None) is gradient
-    np.testing.assert_allclose(clipped(gradient, 1.0), [0.6, 0.8], rtol=1e-6)
-    np.testing.assert_array_equal(clipped(gradient, 10.0), gradient)
+    norms = {"weight": 3.0, "bias": 4.0}
+    assert clip_factor(norms, 1.0) == pytest.approx(0.2)
+    assert clip_factor(norms, 10.0) == 1.0
+    gradient = np.array([3.0, 4.0], np.float32) * np.float32(clip_factor(norms, 1.0))
+    np.testing.assert_allclose(gradient, [0.6, 0.8], rtol=1e-6)

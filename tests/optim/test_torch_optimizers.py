@@ -1,4 +1,4 @@
-"""Learning rates of a module, step by step, against a plain loop: schedules by name, schedulers, parameter groups."""
+"""Optimizers that can be used; and learning rates, step by step, against a plain loop: schedules, groups."""
 
 import copy
 
@@ -8,8 +8,10 @@ from torch import nn
 from torch.optim.lr_scheduler import MultiStepLR, OneCycleLR
 
 import lockstep
+from lockstep.core.errors import ConfigError
 from lockstep.data.order import sample_order
 from lockstep.optim.lr_schedule import LRSchedule
+from lockstep.optim.torch_optimizers import check_can_step
 
 NUM_SAMPLES, BATCH, EPOCHS = 40, 10, 3
 NUM_STEPS = EPOCHS * NUM_SAMPLES // BATCH
@@ -82,3 +84,61 @@ def test_every_step_has_the_rate_of_a_plain_loop(vectors, case):
     )
     for name, array in result.params.items():
         torch.testing.assert_close(torch.from_numpy(array), expected.state_dict()[name], rtol=0, atol=1e-5)
+
+
+KINDS = [kind for kind in vars(torch.optim).values() if isinstance(kind, type) and kind is not torch.optim.Optimizer]
+UNUSABLE = (torch.optim.LBFGS, torch.optim.SparseAdam)
+
+
+def parameters(*shapes):
+    return [nn.Parameter(torch.ones(shape)) for shape in shapes or [(3, 4), (2, 2)]]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in UNUSABLE], ids=lambda kind: kind.__name__)
+def test_optimizers_of_pytorch_can_be_used(kind):
+    check_can_step(kind(parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("option", ["fused", "capturable", "foreach", "maximize"])
+def test_options_that_are_for_gpus_are_not_refused(option):
+    check_can_step(torch.optim.Adam(parameters(), lr=0.1, **{option: True}))
+
+
+class Inherited(torch.optim.SparseAdam):
+    """The step is PyTorch's."""
+
+
+class NeedsClosure(torch.optim.SGD):
+    """Like sharpness-aware minimization."""
+
+    def step(self, closure):
+        raise AssertionError("never called")
+
+
+class Counts(torch.optim.SGD):
+    """A step that must not be called before its time."""
+
+    def step(self, closure=None):
+        raise AssertionError("never called")
+
+
+@pytest.mark.parametrize("kind", [*UNUSABLE, Inherited, NeedsClosure], ids=lambda kind: kind.__name__)
+def test_those_that_need_more_than_dense_gradients_are_refused(kind):
+    with pytest.raises(ConfigError) as refused:
+        check_can_step(kind(parameters(), lr=0.1))
+    said = str(refused.value)
+    assert said.startswith(f"The optimizer {kind.__name__} cannot be used: ")
+    assert "dense gradients" in said or "closure" in said.split(". It gets")[0]
+    assert said.endswith("Use one that needs no more, like torch.optim.AdamW.")
+
+
+def test_a_differentiable_step_is_refused():
+    with pytest.raises(ConfigError, match="SGD cannot be used: a leaf Variable that requires grad"):
+        check_can_step(torch.optim.SGD(parameters(), lr=0.1, differentiable=True))
+
+
+def test_a_step_of_ones_own_is_not_called_nor_a_hook():
+    check_can_step(Counts(parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(parameters(), lr=0.1)
+    optimizer.register_step_post_hook(Counts.step)
+    check_can_step(optimizer)

@@ -1,4 +1,4 @@
-"""Our own kernels on a GPU: sums of gradients in the order of the tree, cross-entropy, attention."""
+"""Our own kernels on a GPU: sums of gradients in the order of the tree, cross-entropy, attention, batch norm."""
 
 import pytest
 import torch
@@ -103,3 +103,71 @@ def test_attention_in_a_session_has_the_gradients_of_pytorch(samples, heads, len
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         gradient_of(joined)
     assert not any("_keys_and_values" in event.name for event in seen.events())
+
+
+IMAGES = [(32, 64, 56, 56), (5, 80, 9, 7), (4, 2048, 7, 7), (2, 3, 30, 30)]
+
+
+@pytest.mark.filterwarnings("ignore")  # of the profiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", IMAGES)
+def test_batch_norm_in_a_session_is_that_of_pytorch(shape, dtype):
+    torch.manual_seed(0)
+    images = (5 + 2 * torch.randn(shape, device=GPU)).to(dtype).contiguous(memory_format=torch.channels_last)
+    weights = torch.randn(shape, device=GPU).to(dtype)
+
+    def computed(images, dtype):
+        torch.manual_seed(1)
+        layer = torch.nn.BatchNorm2d(shape[1])
+        torch.nn.init.normal_(layer.weight)  # before it is on the GPU, which draws others in double precision
+        layer.to(GPU, dtype)
+        images = images.detach().requires_grad_()
+        out = layer(images)
+        gradients = torch.autograd.grad(out, [images, *layer.parameters()], weights.to(out.dtype))
+        return [out.detach(), *gradients, layer.running_mean, layer.running_var]
+
+    expected = computed(images.double(), torch.float64)
+    with deterministic_session([Device("cuda:0")]):
+        found, again = computed(images, torch.float32), computed(images, torch.float32)
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            computed(images, torch.float32)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    for ours, once_more, exact in zip(found, again, expected, strict=True):
+        assert torch.equal(ours, once_more)
+        assert (ours.double() - exact).norm() < tolerance * exact.norm()
+    assert any("_moments" in event.name for event in seen.events()) == can_replace()
+
+
+def test_the_gradient_of_a_gradient_goes_through_batch_norm():
+    images = torch.randn(4, 8, 5, 5, device=GPU).contiguous(memory_format=torch.channels_last).requires_grad_()
+    layer = torch.nn.BatchNorm2d(8).to(GPU)
+
+    def penalty():
+        (gradient,) = torch.autograd.grad((layer(images) ** 3).sum(), images, create_graph=True)
+        return torch.autograd.grad((gradient**2).sum(), images)[0]
+
+    expected = penalty()
+    with deterministic_session([Device("cuda:0")]):
+        torch.testing.assert_close(penalty(), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_over_rows_in_a_session_are_those_of_pytorch(dtype):
+    torch.manual_seed(0)
+    matrix = torch.randn(6304, 768, device=GPU).to(dtype)
+    images = torch.randn(8, 48, 20, 20, device=GPU).to(dtype).contiguous(memory_format=torch.channels_last)
+    cases = [(matrix, [0]), (matrix.view(32, 197, 768), [0, 1]), (images, [0, 2, 3]), (matrix[:, :40], [0])]
+    others = [(matrix, [1]), (matrix, [0, 1]), (matrix[:3], [0])]  # are PyTorch's
+
+    def sums():
+        return [tensor.sum(dims, keepdim) for tensor, dims in cases + others for keepdim in (False, True)]
+
+    exact = [tensor.double().sum(dims, keepdim) for tensor, dims in cases + others for keepdim in (False, True)]
+    with deterministic_session([Device("cuda:0")]):
+        found, again = sums(), sums()
+        assert matrix.long().sum([0]).dtype == torch.int64
+        assert matrix.sum([0], dtype=torch.float64).dtype == torch.float64
+    for ours, once_more, expected in zip(found, again, exact, strict=True):
+        assert torch.equal(ours, once_more)
+        assert ours.shape == expected.shape
+        assert (ours.double() - expected).norm() < (1e-5 if dtype == torch.float32 else 1e-2) * expected.norm()

@@ -29,7 +29,8 @@ def test_how_a_gpu_computes_an_update_is_not_taken_over_by_a_cpu():
     assert optimizer.param_groups[0]["fused"]
     assert optimizer.param_groups[0]["capturable"]
     again = make(layer.parameters())
-    restore_optimizer(again, None, optimizer_state(optimizer, None), CPU)
+    names = {id(param): name for name, param in layer.named_parameters()}
+    restore_optimizer(again, None, optimizer_state(optimizer, None, names), names, CPU)
     before = layer.weight.detach().clone()
     layer(torch.ones(2, 4)).square().sum().backward()
     again.step()  # with capturable, it would be refused on a CPU

@@ -53,6 +53,31 @@ def shown_after(started, *events):
     return shown(started, *events).removeprefix(shown(started)).splitlines()
 
 
+SPLITS = [
+    ({}, "lr 0.2, exchange"),
+    ({"split": "data=2"}, "lr 0.2, exchange"),
+    ({"split": "network"}, "lr 0.2, split network, 1f1b, exchange"),
+    ({"split": "data=2,layers=2", "num_slices": 8}, "lr 0.2, split data=2,layers=2, 8 slices, exchange"),
+    ({"update": "sharded"}, "lr 0.2, update sharded, exchange"),
+]
+
+
+@pytest.mark.parametrize(("settings", "words"), SPLITS, ids=str)
+def test_a_run_says_what_devices_share(make_started, settings, words):
+    assert words in shown(make_started(**settings))
+
+
+def test_a_run_ends_with_the_memory_of_each_device(make_started, make_result):
+    def line(*held):
+        memory = [{"parameters": each, "gradient": each, "optimizer": 0} for each in held]
+        (found,) = shown_after(make_started(), RunDone(make_result(device_memory=memory))) or [""]
+        return found
+
+    assert line(1000, 6_300_000) == "parameters, gradients and optimizer state: cpu:0 2.0 kB, cpu:1 13 MB"
+    assert line(10**9, 10**9) == "parameters, gradients and optimizer state: 2.0 GB on every device"
+    assert line(1000) == "", "one device: there is nothing to share"
+
+
 def test_a_run_starts_with_its_model_data_and_settings(make_started):
     head = shown(make_started())
     for what in (
@@ -180,7 +205,7 @@ def test_a_run_on_a_terminal_has_a_bar_which_is_removed_at_the_end(make_started,
         console.show(result.history[0])
         during = stream.getvalue()
         console.show(RunDone(result))
-    assert during.startswith(shown(make_started()))
+    assert " ".join(during.split()).startswith(" ".join(shown(make_started()).split()))
     assert "epoch 1/2" in during
     assert "  0%        0 samples/s" in during
     assert HIDE_CURSOR in during
@@ -297,3 +322,29 @@ def test_the_bar_of_a_process_that_has_ended_is_erased(make_started):
 
 def test_an_incident_is_a_line(make_started):
     assert shown_after(make_started(), Incident("healed", "restored from rank 0")) == ["restored from rank 0"]
+
+
+@pytest.mark.parametrize("width", [40, 60])
+def test_on_a_terminal_a_long_line_is_broken_between_words(make_started, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    stream, path = Terminal(), "/somewhere/" + "x" * 70 + ".npz"
+    with Console(stream) as console:
+        for note in (*shown(make_started()).splitlines(), f"recorded in {path} (all of it)"):
+            console.note(note)
+    lines = stream.getvalue().splitlines()
+    assert all(len(line.rstrip()) <= width for line in lines if path not in line)
+    assert path in stream.getvalue()
+    words = " ".join(shown(make_started()).split())
+    assert " ".join(stream.getvalue().split()).startswith(words)
+
+
+def test_the_loss_is_in_the_bar_and_in_the_lines_of_a_log(make_started, clock):
+    terminal, log = Terminal(), io.StringIO()
+    for stream in (terminal, log):
+        with Console(stream) as console:
+            console.show(make_started())
+            clock[0] += 11.0
+            console.show(StepDone(1, 4, 256, loss=1.23456))
+            console.show(EpochDone(1, 1.0, 1.0, 0.5))
+    assert "loss 1.2346" in terminal.getvalue()
+    assert "epoch 1/2: step 4, loss 1.2346, 23 samples/s" in log.getvalue()

@@ -35,7 +35,13 @@ def test_without_accuracy_the_first_line_has_the_metrics_or_the_training_loss(ma
 def test_the_summary_has_everything_but_the_parameters(make_result):
     result = make_result()
     summary = result.summary()
-    assert set(summary) == {field.name for field in dataclasses.fields(result)} - {"params", "buffers", "module", "ema"}
+    assert set(summary) == {field.name for field in dataclasses.fields(result)} - {
+        "params",
+        "buffers",
+        "module",
+        "ema",
+        "trace",
+    }
     assert summary["history"][1] == {
         "epoch": 2,
         "seconds": 12.68,
@@ -53,3 +59,26 @@ def test_a_stopped_run_is_shown_without_its_parameters(make_stopped):
     shown = repr(make_stopped(1))
     assert "weights" not in shown
     assert "reason='the loss is NaN or infinite'" in shown
+
+
+def test_a_result_shows_itself_as_a_short_table(make_result, tmp_path):
+    result = make_result(run=tmp_path / "run")
+    text, page = repr(result), result._repr_html_()
+    for words in ("0.8437", "0.5000", "2, 16", "cpu:0, cpu:1", "abababababababab...", str(tmp_path / "run")):
+        assert words in text
+        assert words in page
+    assert len(text.splitlines()) < 12
+    assert "array" not in text
+
+
+def test_the_history_is_a_table_with_a_row_for_each_epoch(make_result):
+    history = make_result().history
+    assert [row["epoch"] for row in history.rows()] == [1, 2]
+    assert repr(history).splitlines()[0].split() == ["epoch", "train_loss", "test_accuracy", "seconds"]
+    assert history._repr_html_().count("<tr>") == 3
+    assert history == make_result().history
+    assert repr(make_result().summary()["history"]).startswith("[{")
+
+
+def test_a_result_draws_its_curves(make_result):
+    assert make_result().plot()._repr_png_().startswith(b"\x89PNG")

@@ -3,10 +3,10 @@
 import struct
 
 import pytest
-from matplotlib.figure import Figure
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from lockstep.report.events import EpochDone
-from lockstep.report.plots import draw_curve, draw_curves
+from lockstep.report.plots import Caption, Line, Target, comparison_figure, curve_figure, draw_curve
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -26,7 +26,7 @@ def size_of(path):
 def test_a_curve_is_a_png_for_any_file_name(tmp_path, accuracies):
     draw_curve(history(*accuracies), tmp_path / ".part-curve.png")
     draw_curve(history(*accuracies), tmp_path / "curve")
-    assert size_of(tmp_path / ".part-curve.png") == size_of(tmp_path / "curve") == (630, 450)
+    assert size_of(tmp_path / ".part-curve.png") == size_of(tmp_path / "curve") == (1140, 510)
 
 
 def test_the_picture_depends_on_the_history_only(tmp_path):
@@ -37,54 +37,65 @@ def test_the_picture_depends_on_the_history_only(tmp_path):
     assert one != other
 
 
-@pytest.mark.parametrize("num_epochs", [1, 3])
-def test_several_curves_are_in_one_picture_with_their_names(tmp_path, num_epochs):
-    curves = {f"{k} devices": history(*[0.1 * k] * num_epochs) for k in range(1, 6)}
-    draw_curves(curves, tmp_path / "all.png")
-    assert size_of(tmp_path / "all.png") == (960, 600)
-    draw_curves({f"{label}!": curve for label, curve in curves.items()}, tmp_path / "renamed.png")
-    assert (tmp_path / "all.png").read_bytes() != (tmp_path / "renamed.png").read_bytes()
+def lines(axes):
+    return [line.get_xydata().tolist() for line in axes.get_lines() if len(line.get_xydata())]
 
 
-def test_curves_of_different_length_are_drawn(tmp_path):
-    draw_curves({"short": history(0.5), "long": history(0.5, 0.6, 0.7)}, tmp_path / "all.png")
-    assert size_of(tmp_path / "all.png") == (960, 600)
+def test_the_picture_has_loss_and_accuracy_against_the_epoch():
+    figure = curve_figure(history(0.5, 0.7, 0.8), Caption("lenet on data", "batch 256"), [(0.5, 2.0), (1.0, 1.5)])
+    loss, accuracy = figure.axes
+    assert lines(loss) == [[[0.5, 2.0], [1.0, 1.5]], [[1, 0.5], [2, 0.5], [3, 0.5]]]
+    assert lines(accuracy) == [[[1, 0.5], [2, 0.7], [3, 0.8]]]
+    assert accuracy.get_ylim() == (0.0, 1.0)
+    assert (loss.get_title(loc="left"), accuracy.get_title(loc="left")) == (
+        "training loss, 0.5 at the end",
+        "test accuracy, 0.8 at the end",
+    )
+    assert figure.get_suptitle() == "lenet on data"
+    assert figure.get_supxlabel() == "batch 256"
 
 
-@pytest.fixture
-def drawn(monkeypatch):
-    """The lines of every picture that is drawn."""
-    pictures, save = [], Figure.savefig
-
-    def note_and_save(figure, *args, **kwargs):
-        pictures.append(figure.axes[0].get_lines())
-        save(figure, *args, **kwargs)
-
-    monkeypatch.setattr(Figure, "savefig", note_and_save)
-    return pictures
+def test_one_epoch_is_an_axis_from_0_to_1():
+    for axes in curve_figure(history(0.5)).axes:
+        assert axes.get_xlim() == (0, 1)
 
 
-def test_the_curve_is_accuracy_against_epoch(tmp_path, drawn):
-    draw_curve(history(0.5, 0.7, 0.8), tmp_path / "curve.png")
-    ((line,),) = drawn
-    assert line.get_xydata().tolist() == [[1, 0.5], [2, 0.7], [3, 0.8]]
+@pytest.mark.parametrize(
+    ("metrics", "titles"), [({"loss": 0.25}, ["training loss", "test loss"]), ({}, ["training loss"])]
+)
+def test_without_accuracy_there_are_losses(metrics, titles):
+    figure = curve_figure([EpochDone(epoch, 1.0, 0.5, None, metrics) for epoch in (1, 2)])
+    assert [axes.get_title(loc="left").partition(",")[0] for axes in figure.axes] == titles
 
 
-@pytest.mark.parametrize(("metrics", "values"), [({"loss": 0.25}, [[1, 0.25], [2, 0.25]]), ({}, [[1, 0.5], [2, 0.5]])])
-def test_without_accuracy_the_curve_is_a_loss(tmp_path, drawn, metrics, values):
-    draw_curve([EpochDone(epoch, 1.0, 0.5, None, metrics) for epoch in (1, 2)], tmp_path / "curve.png")
-    ((line,),) = drawn
-    assert line.get_xydata().tolist() == values
-    assert line.axes.get_ylabel() == ("test loss" if metrics else "train loss")
-    assert line.axes.get_legend() is None
+def test_nothing_is_clipped(tmp_path):
+    """The text of every picture lies within it, also a long caption."""
+    caption = Caption("a model " * 8, "settings " * 40)
+    lines = [Line(f"k={k}, batch 256", [0.1, 0.2, 0.4], [0.5, 0.6, 0.7]) for k in range(1, 8)]
+    targets = [Target(f"k={k}, batch 256, lr 0.2", None if k == 2 else 1.5 * k) for k in range(1, 8)]
+    comparison = comparison_figure(
+        lines, ("learning rate", "test accuracy"), targets, "time to training loss 0.1234, best learning rates"
+    )
+    for figure in (curve_figure(history(0.5, 0.9), caption), curve_figure(history(1.0)), comparison):
+        figure.savefig(tmp_path / "picture.png", format="png")
+        box = figure.get_tightbbox(FigureCanvasAgg(figure).get_renderer())
+        width, height = figure.get_size_inches()
+        assert box.x0 >= -0.02
+        assert box.y0 >= -0.02
+        assert box.x1 <= width + 0.02
+        assert box.y1 <= height + 0.02
 
 
-def test_two_equal_curves_are_both_visible(tmp_path, drawn):
-    draw_curves({"one": history(0.5, 0.7), "two": history(0.5, 0.7)}, tmp_path / "two.png")
-    ((one, two),) = drawn
-    assert one.get_xydata().tolist() == two.get_xydata().tolist() == [[1, 0.5], [2, 0.7]]
-    assert one.get_linestyle() != two.get_linestyle()
-    assert (one.get_label(), two.get_label()) == ("one", "two")
+def test_a_comparison_has_a_line_for_each_setting_and_a_bar_until_it_is_good_enough():
+    lines = [Line("k=1 and k=2, batch 16", [0.1, 0.4], [0.5, 0.6]), Line("batch 32", [0.1, 0.4], [0.4, 0.7])]
+    targets = [Target("batch 16", 3.0), Target("batch 32", None)]
+    left, right = comparison_figure(lines, ("learning rate", "test accuracy"), targets, "time to 0.66").axes
+    assert [text.get_text() for text in left.get_legend().get_texts()] == ["k=1 and k=2, batch 16", "batch 32"]
+    assert [label.get_text() for label in left.get_xticklabels()] == ["0.1", "0.4"]
+    assert left.get_ylim() == (0.0, 1.0)
+    assert [bar.get_width() for bar in right.patches] == [3.0, 0.0]
+    assert [text.get_text().strip() for text in right.texts] == ["3 s", "not reached"]
+    assert "lower is better" in right.get_xlabel()
 
 
 def test_drawing_needs_no_display_and_leaves_no_figure_open(tmp_path, monkeypatch):

@@ -4,7 +4,12 @@ import dataclasses
 import errno
 import json
 import os
+import platform
+import signal
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load, save
 
+from lockstep import __version__
 from lockstep.core.errors import ConfigError, RunError
 from lockstep.report import runlog
 from lockstep.report.events import EpochDone, RunDone, StepDone
-from lockstep.report.runlog import RunLog, check_folder, new_folder, read_run, to_json, write_whole
+from lockstep.report.runlog import RunLog, check_folder, new_folder, read_run, read_weights, to_json, write_whole
 
 
 def names_in(folder):
@@ -37,7 +43,7 @@ def test_a_run_writes_its_five_files(tmp_path, make_started, make_result):
     log.claim()
     log.write(make_started())
     assert names_in(folder) == ["config.json", "metrics.jsonl"]
-    log.write(StepDone(1, 1, 256))
+    log.write(StepDone(1, 1, 256, loss=2.3, learning_rate=0.2, seconds=0.5))
     for epoch in result.history:
         log.write(epoch)
     assert names_in(folder) == ["config.json", "metrics.jsonl"]
@@ -48,12 +54,21 @@ def test_a_run_writes_its_five_files(tmp_path, make_started, make_result):
         **make_started().config,
         "data_sha256": "cd" * 32,
         "made_with": {},
+        "versions": {"lockstep": __version__, "python": platform.python_version()},
     }
     lines = lines_in(folder)
-    assert [line.pop("event") for line in lines] == ["started", "epoch", "epoch", "done"]
+    assert [line.pop("event") for line in lines] == ["started", "step", "epoch", "epoch", "done"]
+    assert all(abs(line.pop("time") - time.time()) < 60 for line in lines)
     assert lines[0] == dataclasses.asdict(make_started())
-    assert lines[1] == {"epoch": 1, "seconds": 12.0, "train_loss": 1.5, "test_accuracy": 0.7, "metrics": {}}
-    assert lines[3]["weights_sha256"] == result.weights_sha256
+    assert lines[1] == {
+        "epoch": 1,
+        "step": 1,
+        "loss": 2.3,
+        "learning_rate": 0.2,
+        "samples_per_second": 512.0,
+    }
+    assert lines[2] == {"epoch": 1, "seconds": 12.0, "train_loss": 1.5, "test_accuracy": 0.7, "metrics": {}}
+    assert lines[4]["weights_sha256"] == result.weights_sha256
     assert json.loads((folder / "result.json").read_text()) == result.summary()
     assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     weights = load((folder / "weights.safetensors").read_bytes())
@@ -224,6 +239,22 @@ def test_a_new_folder_is_named_after_the_run_and_the_time_and_never_exists(tmp_p
     assert names_in(tmp_path / "runs" / f"{first.name}-3") == ["kept"]
 
 
+TERMINATED = """
+import os, signal
+from lockstep.report.runlog import new_folder
+
+with new_folder("lenet") as folder:
+    assert folder.is_dir()
+    os.kill(os.getpid(), signal.SIGTERM)  # before anything is written
+"""
+
+
+def test_a_program_that_is_terminated_before_it_writes_leaves_no_folder(tmp_path):
+    done = subprocess.run([sys.executable, "-c", TERMINATED], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, "")
+    assert names_in(tmp_path) == []
+
+
 def test_under_torchrun_one_rank_makes_the_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runlog, "prints_result", lambda: False)
@@ -243,11 +274,12 @@ def test_a_run_that_stops_writes_its_curve_and_weights(tmp_path, make_started, m
     assert [line["event"] for line in lines] == ["started", *["epoch"] * num_epochs, "stopped"]
     assert lines[-1] == {
         "event": "stopped",
+        "time": lines[-1]["time"],
         "epoch": num_epochs + 1,
         "step": 8 * num_epochs + 3,
         "reason": "the loss is NaN or infinite",
     }
-    _, weights = read_run(tmp_path)
+    weights = read_weights(tmp_path, 1 << 20)
     assert {name: array.tobytes() for name, array in weights.items()} == {
         name: array.tobytes() for name, array in stopped.weights.items()
     }
@@ -381,7 +413,7 @@ def run_folder(tmp_path_factory):
 def read(folder, config=b"{}", weights=WEIGHTS):
     (folder / "config.json").write_bytes(config)
     (folder / "weights.safetensors").write_bytes(weights)
-    return read_run(folder)
+    return read_run(folder), read_weights(folder, 1 << 20)
 
 
 def refusal(folder, **files):
@@ -395,7 +427,8 @@ def test_settings_and_weights_of_a_run_are_read_back(tmp_path, make_started, mak
     log, result = RunLog(tmp_path), make_result()
     log.write(make_started())
     log.write(RunDone(result))
-    config, weights = read_run(tmp_path)
+    config, weights = read_run(tmp_path), read_weights(tmp_path, 1 << 20)
+    assert config.pop("versions")["lockstep"] == __version__
     assert config == {**make_started().config, "data_sha256": "cd" * 32, "made_with": {}}
     assert weights.keys() == result.params.keys()
     for name, array in result.params.items():
@@ -523,3 +556,26 @@ def test_any_bytes_as_settings_give_an_object_or_a_config_error(run_folder, conf
         assert isinstance(found, dict)
         return
     assert str(run_folder / "config.json") in sentence
+
+
+def test_a_folder_that_cannot_be_listed_is_refused_and_unlocked(tmp_path, monkeypatch):
+    log = RunLog(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("lockstep.report.runlog.is_empty", fails)
+        with pytest.raises(ConfigError, match=r"cannot be read: Input/output error\. Choose another --out"):
+            log.claim()
+    again = RunLog(tmp_path)
+    again.claim()
+    again.close()
+
+
+def fails(*arguments):
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_a_disk_that_fails_when_a_finished_run_is_closed_does_not_undo_it(tmp_path, monkeypatch):
+    log = RunLog(tmp_path)
+    log.claim()
+    with monkeypatch.context() as patch:
+        patch.setattr("lockstep.report.runlog.os.close", fails)
+        log.close()

@@ -1,6 +1,7 @@
 """Captured steps without a GPU: a capture that runs the step again where a CUDA graph would be replayed."""
 
 import threading
+import time
 from contextlib import contextmanager, nullcontext
 
 import pytest
@@ -11,7 +12,8 @@ from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map_only
 import lockstep
 from lockstep.backends.torch import TorchBackend
 from lockstep.backends.torch_gradient_pieces import GradientPieces
-from lockstep.core.errors import RunError
+from lockstep.core.errors import OutOfMemory, RunError
+from lockstep.core.tracing import traced
 from lockstep.replicas.half_weights import HalfWeights
 from lockstep.runtime.held_values import HeldValues
 
@@ -97,7 +99,9 @@ class FakeCapture:
         def replay():
             self.num_replayed += 1
             self.is_capturing = True
-            for kept, new in zip(tree_leaves(result), tree_leaves(run()), strict=True):
+            with traced(None):  # a replay runs no Python
+                again = run()
+            for kept, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
                 if isinstance(kept, torch.Tensor):
                     kept.copy_(new)
             self.is_capturing = False
@@ -194,6 +198,49 @@ def test_captured_steps_cast_weights_once_and_give_the_bits_of_eager_steps(captu
     assert found.weights_sha256 == lockstep.train(**how, devices="cpu:0", capture=False).weights_sha256
 
 
+class HostEvents:
+    """Events of a device that has done everything at once."""
+
+    record = staticmethod(time.monotonic)
+
+    @staticmethod
+    def seconds(event):
+        return event
+
+
+@pytest.mark.parametrize("devices", ["cpu:0", "cpu:0,cpu:1"])
+@pytest.mark.parametrize("model", ["lenet", net_with_everything])
+def test_a_traced_run_is_captured_too(capture, monkeypatch, model, devices):
+    monkeypatch.setattr(TorchBackend, "timed", lambda self, device: HostEvents())
+    expected = lockstep.train(**SETTINGS, model=model, devices=devices)
+    capture.num_replayed = 0
+    found = lockstep.train(**SETTINGS, model=model, devices=devices, trace=True)
+    assert found.weights_sha256 == expected.weights_sha256
+    assert found.buffers_sha256 == expected.buffers_sha256
+    assert capture.num_replayed >= found.steps
+    rows = {e["tid"]: e["args"]["name"] for e in found.trace if e["name"] == "thread_name"}
+    on_gpu = [e for e in found.trace if e["ph"] == "X" and rows[e["tid"]] == "rank 0, on the GPU"]
+    replays = [e["args"]["step"] for e in on_gpu if e["name"] == "forward and backward"]
+    assert replays == [*range(1, found.steps + 1)]
+    explanation = lockstep.explain(found)
+    assert explanation.notes == []  # one large shard was measured, too
+    assert explanation.num_steps == found.steps - 2  # those with a capture do not count
+    total = explanation.perfect_ms + sum(explanation.parts.values()) + explanation.rest_ms
+    assert total == pytest.approx(explanation.step_ms, rel=1e-3)
+
+
+def test_a_traced_run_whose_ranks_capture_their_own_shards_is_captured_too(rank_capture, monkeypatch):
+    monkeypatch.setattr(TorchBackend, "timed", lambda self, device: HostEvents())
+    expected = lockstep.train(**SETTINGS, model=net_with_everything, devices=2)
+    found = lockstep.train(**SETTINGS, model=net_with_everything, devices=2, trace=True)
+    assert (found.weights_sha256, found.buffers_sha256) == (expected.weights_sha256, expected.buffers_sha256)
+    names = {e["name"] for e in found.trace if e["ph"] == "X" and e["args"].get("step") == found.steps}
+    assert {"forward and backward", "exchange", "update"} <= names
+    assert "forward" not in names  # a replay shows no passes
+    explanation = lockstep.explain(found)
+    assert explanation.perfect_ms > 0
+
+
 class Squares(torch.utils.data.Dataset):
     """Samples that are loaded one by one; 200 of them are batches of 64 and one of 8."""
 
@@ -219,6 +266,34 @@ def test_loaded_samples_reach_captured_steps(request, kind, devices):
     num_captures = 3 if kind == "rank_capture" and devices != "cpu:0" else 1
     assert found.num_replayed == num_captures * captured.steps
     assert captured.weights_sha256 == train(devices="cpu:0", capture=False).weights_sha256
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("devices", ["cpu:0", "cpu:0,cpu:1"])
+@pytest.mark.parametrize("kind", ["capture", "rank_capture"])
+def test_a_loop_that_takes_gradients_between_captured_steps_has_the_bits_of_eager_steps(
+    request, kind, devices, precision
+):
+    found = request.getfixturevalue(kind)
+    draw = torch.Generator().manual_seed(0)
+    batches = [(torch.rand(32, 1, 28, 28, generator=draw), torch.arange(32) % 10) for _ in range(8)]
+
+    def train(**how):
+        torch.manual_seed(1)
+        model = net_with_everything()
+        with lockstep.Trainer(model, optimizer="adamw", lr=0.1, precision=precision, **how) as trainer:
+            for number, batch in enumerate(batches):
+                if number % 3:
+                    trainer.step(batch)
+                else:
+                    trainer.gradients(batch)
+                    trainer.update()
+            return trainer.weights_sha256
+
+    expected = train(devices="cpu:0", capture=False)
+    assert found.num_replayed == 0
+    assert train(devices=devices) == expected
+    assert found.num_replayed > 0
 
 
 @pytest.mark.parametrize("engine", ["inprocess", "processes"])
@@ -289,6 +364,26 @@ def test_what_cannot_be_captured_runs_eagerly_and_says_why(capture, capsys):
 def test_a_loss_that_is_no_number_is_noticed_though_the_host_is_ahead(capture):
     with pytest.raises(RunError, match=r"epoch 1, step \d+: the loss is NaN or infinite"):
         lockstep.train(**{**SETTINGS, "lr": 1e20})
+
+
+class Large(nn.Linear):
+    """Does not fit with more than ten samples."""
+
+    def __init__(self):
+        super().__init__(784, 10)
+
+    def forward(self, X):
+        if len(X) > 10:
+            raise MemoryError
+        return super().forward(X.flatten(1))
+
+
+@pytest.mark.parametrize("devices", ["cpu:0", "cpu:0,cpu:1"])
+@pytest.mark.parametrize("kind", ["capture", "rank_capture"])
+def test_a_shard_that_does_not_fit_is_said_with_a_number_that_does(request, kind, devices):
+    request.getfixturevalue(kind)
+    with pytest.raises(OutOfMemory, match=r"a shard of 38 samples does not fit.*A shard of 10 does: use --shards 30"):
+        lockstep.train(**SETTINGS, model=Large, devices=devices)
 
 
 class Remembering(nn.Module):

@@ -72,29 +72,28 @@ MODES = [f"{k}:{how}:sharded" for k in (1, 2, 4) for how in ("captured", "eager"
 EXCHANGES = [f"processes:3:captured:{exchange}" for exchange in ("gather", "tree", "sharded", "ring", "native")]
 
 
-@pytest.fixture(scope="module")
-def runs_of(tmp_path_factory):
-    """The results of a program by its name. All are started at once: most of their time they import and wait."""
-    folder = tmp_path_factory.mktemp("programs")
-    path = folder / "program.py"
+@pytest.fixture
+def runs_of(tmp_path):
+    """The results of programs by their names. They run at the same time: mostly they import and wait."""
+    path = tmp_path / "program.py"
     path.write_text(PROGRAM)
     started = {}
 
-    def start(name, *arguments):
-        command = [sys.executable, str(path), *arguments]
-        with (folder / f"{name}.out").open("w") as out, (folder / f"{name}.err").open("w") as err:
-            started[name] = subprocess.Popen(command, stdout=out, stderr=err, cwd=folder, env=ENV)
-
-    for case in CASES:
-        for engine in ("inprocess", "processes"):
-            start(f"{case}-{engine}", case, *(f"{engine}:{mode}" for mode in MODES))
-    start("exchanges", "lenet", *EXCHANGES)
+    def start(name, case, runs):
+        command = [sys.executable, str(path), case, *runs]
+        with (tmp_path / f"{name}.out").open("w") as out, (tmp_path / f"{name}.err").open("w") as err:
+            started[name] = subprocess.Popen(command, stdout=out, stderr=err, cwd=tmp_path, env=ENV)
 
     def results(name):
-        assert started[name].wait(timeout=280) == 0, (folder / f"{name}.err").read_text()
-        return [json.loads(line) for line in (folder / f"{name}.out").read_text().splitlines()]
+        assert started[name].wait(timeout=240) == 0, (tmp_path / f"{name}.err").read_text()
+        return [json.loads(line) for line in (tmp_path / f"{name}.out").read_text().splitlines()]
 
-    yield results
+    def run(**programs):
+        for name, (case, *runs) in programs.items():
+            start(name, case, runs)
+        return [results(name) for name in programs]
+
+    yield run
     for process in started.values():
         process.kill()
         process.wait()
@@ -102,14 +101,15 @@ def runs_of(tmp_path_factory):
 
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_over_nccl_give_the_bits_of_one_process(runs_of, case):
-    found = runs_of(f"{case}-inprocess") + runs_of(f"{case}-processes")
+    programs = {engine: [case, *(f"{engine}:{mode}" for mode in MODES)] for engine in ("inprocess", "processes")}
+    found = [run for runs in runs_of(**programs) for run in runs]
     assert len(found) == 2 * len(MODES)
     assert len({json.dumps(result) for _, *result in found}) == 1, found
 
 
 def test_all_exchanges_over_three_ranks(runs_of):
-    others = runs_of("exchanges")
-    (_, weights, _, losses), *_ = runs_of("lenet-inprocess")
+    alone, others = runs_of(alone=["lenet", "inprocess:1:captured:sharded"], others=["lenet", *EXCHANGES])
+    ((_, weights, _, losses),) = alone
     assert {found[1] for found in others[:3]} == {weights}
     for _, _, _, found in others[3:]:  # they add in another order
         assert found == pytest.approx(losses, rel=1e-4)

@@ -48,6 +48,9 @@ class CountingReplica:
     def update(self, step, total, batch):
         self.total = np.array(total)
 
+    def finish_update(self):
+        pass
+
 
 @pytest.fixture(autouse=True)
 def vectors_are_weakly_hashable(monkeypatch):
@@ -88,7 +91,7 @@ def test_every_rank_updates_with_the_same_total(num_ranks, bucket_mb, exchange):
 def test_an_interpreter_can_be_cancelled_before_its_first_step():
     split = DataParallel(tuple(split_over_ranks(4, 2)), ENTRIES, bucket_ranges(ENTRIES, 0.0001, 2))
     device, backend, cancelled = Device("cpu:0"), load_backend("numpy"), []
-    group = ThreadGroup(backend, [device, device], [device, device], busy=[0, 1])
+    group = ThreadGroup(backend, [device, device], [device, device])
     transport = group.transport(0)
     transport.cancel = lambda: cancelled.append(True)
     Interpreter(Rank(0, device, backend, Position()), data_parallel(split), transport).cancel()

@@ -21,6 +21,7 @@ pytest.importorskip("torch", reason="torchrun belongs to PyTorch, which is not i
 
 LIMIT = 120  # seconds; a shared machine may stop for a moment at any time
 TIMEOUT = 5  # of the run whose cable is cut
+SLOW_CABLE = ("tbf", "rate", "2mbit", "burst", "2kb", "latency", "5s")
 ADDRESSES = {"a": "10.213.77.1", "b": "10.213.77.2"}
 
 FILE = """
@@ -218,6 +219,29 @@ def test_two_machines_come_to_the_hash_of_one_process(started, cable, expected, 
     assert (with_run / "run" / "result.json").is_file()
     assert list((with_run / "run" / "checkpoints").iterdir())
     assert sorted(os.listdir(without)) == ["err", "out"]
+
+
+@pytest.mark.long
+def test_a_slow_cable_is_where_the_time_goes(started, cable, tmp_path, lockstep):
+    """What both machines wait for is named as the exchange, by the rank that waits for no other."""
+    names, _ = cable
+    for name in names.values():
+        slow = ["ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "cable", "root", *SLOW_CABLE]
+        if shutil.which("tc") is None or subprocess.run(slow, check=False, capture_output=True).returncode:
+            pytest.skip("The kernel cannot slow a cable down: tc, or its tbf, is missing.")
+    how = ("--out", "run", "--json", "--trace")
+    result = json.loads(wait_for_both(train_on_both(started, names, tmp_path, *how, port=29413, keeper="a"), tmp_path))
+    parts = result["explanation"]["parts"]
+    assert max(parts, key=parts.get) == "exposed exchange", parts
+    assert result["explanation"]["advice"].startswith("Exposed exchange: ")
+    total = result["explanation"]["perfect_ms"] + sum(parts.values()) + result["explanation"]["rest_ms"]
+    assert total == pytest.approx(result["explanation"]["step_ms"], rel=0.02)
+    assert abs(result["explanation"]["rest_ms"]) <= 0.05 * result["explanation"]["step_ms"]
+    (folder,) = [machine for which in names if (machine := tmp_path / f"machine-{which}" / "run").is_dir()]
+    told = lockstep("explain", folder, "--json")
+    assert told.json["parts"] == parts
+    events = json.loads((folder / "trace.json").read_text())
+    assert len({event["pid"] for event in events}) == 4
 
 
 def shown_last(machine):

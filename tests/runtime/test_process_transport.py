@@ -46,7 +46,7 @@ class LocalGroup:
     def __init__(self, hub, rank):
         self._hub, self.rank = hub, rank
 
-    def start(self, tag, sends, receives):
+    def start(self, tag, sends, receives, ranks):
         for target, tensor in sends:
             self._hub.put((self.rank, target, tag), tensor)
 
@@ -66,7 +66,7 @@ def test_every_rank_has_the_total_twice_in_a_row(exchange, num_ranks, size):
         Interpreter(
             Rank(rank, Device(f"cpu:{rank}"), load_backend("torch"), Position()),
             schedule,
-            ProcessTransport(LocalGroup(hub, rank), range(num_ranks), Position()),
+            ProcessTransport(LocalGroup(hub, rank), Position()),
             lambda brackets, tensors: eval(brackets, {f"x{n}": tensor for n, tensor in enumerate(tensors)}),
         )
         for rank in range(num_ranks)

@@ -196,11 +196,13 @@ def test_what_cannot_be_is_refused_before_anything_is_started(tiny, tmp_path):
 
 
 def test_workers_for_gpus_cannot_be_started_from_a_process_that_uses_one(monkeypatch):
+    from lockstep.backends import load_backend
     from lockstep.core.device import Device
-    from lockstep.runtime.process_group import check_can_fork
+    from lockstep.runtime.processes import check_can_fork
 
-    check_can_fork([Device("cuda:0")])
+    backend = load_backend("torch")
+    check_can_fork(backend, [Device("cuda:0")])
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    check_can_fork([Device("cpu:0")])
+    check_can_fork(backend, [Device("cpu:0")])
     with pytest.raises(BackendError, match="Use --engine inprocess, or start the program with torchrun"):
-        check_can_fork([Device("cuda:0")])
+        check_can_fork(backend, [Device("cuda:0")])

@@ -264,7 +264,10 @@ class Wide(nn.Module):
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"model": Net, "optimizer": lambda params: Odd(params, lr=0.1)}, r"The Odd keeps a set as optimizer\.state\."),
+        (
+            {"model": Net, "optimizer": lambda params: Odd(params, lr=0.1)},
+            r"The Odd keeps a set as optimizer\.odd, which",
+        ),
         ({"model": Wide}, "phase"),
     ],
     ids=["optimizer", "buffer"],
@@ -552,7 +555,7 @@ def test_resume_in_an_empty_folder_starts_at_step_1(lockstep, few, tmp_path, is_
     assert "There is no checkpoint in run: starting at step 1." in answer.err
     assert bits(answer) == bits(lockstep(*settings))
     events = [json.loads(line)["event"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert events == ["started", "epoch", "epoch", "done"]
+    assert [event for event in events if event != "step"] == ["started", "epoch", "epoch", "done"]
 
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_starts_over_with_its_own_settings(lockstep, begun, run):
@@ -579,7 +582,7 @@ def test_half_a_line_in_the_metrics_is_ended_before_new_ones_are_written(lockste
     lines = (run / "metrics.jsonl").read_text().splitlines()
     assert lines.count(half) == 1
     new = [json.loads(line)["event"] for line in lines[lines.index(half) + 1 :]]
-    assert new == ["resumed", "epoch", "done"]
+    assert [event for event in new if event != "step"] == ["resumed", "epoch", "done"]
 
 
 @pytest.mark.parametrize(
@@ -694,7 +697,7 @@ def test_a_folder_has_one_run_at_a_time_and_is_free_when_that_is_killed(own, tmp
         refused(own(*SLOW, "--out", "run"), "run is not empty: a run is never written over.", "(--resume)")
         assert process.poll() is None, "the first one continues"
         process.send_signal(signal.SIGKILL)
-        process.wait(timeout=10)
+        process.wait(timeout=60)
     answer = own(*SLOW, "--resume", "--out", "run", "--devices", 3, "--json")
     assert answer.status == 0, answer.err
     assert re.search(r"continuing after step [2-9]", answer.err)
@@ -744,7 +747,9 @@ def test_an_interrupted_run_saves_a_checkpoint_and_says_how_to_resume(own, tmp_p
     assert 2 <= int(found[1]) <= 7, "in the first epoch"
     assert steps_in(tmp_path / "run") == [int(found[1])]
     _, *events = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-    assert events == [{"event": "stopped", "epoch": 1, "step": int(found[1]), "reason": "interrupted"}]
+    (stopped,) = [event for event in events if event["event"] != "step"]
+    assert stopped.pop("time")
+    assert stopped == {"event": "stopped", "epoch": 1, "step": int(found[1]), "reason": "interrupted"}
     answer = own("train", "--resume", "--out", "run", *MINE, "--devices", 3, "--json")
     assert answer.status == 0, answer.err
     assert bits(answer) == bits(whole)
@@ -783,8 +788,8 @@ def test_a_second_interrupt_ends_the_run_at_once(own, tmp_path):
         assert process.poll() is None, "the step under way is finished"
         process.send_signal(signal.SIGINT)
         began = time.monotonic()
-        _, err = process.communicate(timeout=20)
-    assert time.monotonic() - began < 15
+        _, err = process.communicate(timeout=60)
+    assert time.monotonic() - began < 45, "the step under way takes 60"
     assert process.returncode == 130, err
     assert "Traceback" not in err
     assert "lockstep: interrupted after step 0." in err
@@ -862,7 +867,7 @@ def test_a_file_called_checkpoints_ends_the_run_in_a_sentence(lockstep, run):
 def test_one_that_was_skipped_does_not_push_out_a_good_one_later(tmp_path):
     def made(step):
         progress = checkpoint.Progress(step=step, first_loss=1.0)
-        return checkpoint.Checkpoint({}, {}, progress, {"W": np.zeros(2, np.float32)}, {"0:2": {}})
+        return checkpoint.Checkpoint({}, {}, progress, {"W": np.zeros(2, np.float32)}, {"units": {}, "common": {}})
 
     before = Checkpoints(tmp_path, keep=3)
     for step in (5, 8):
@@ -873,3 +878,16 @@ def test_one_that_was_skipped_does_not_push_out_a_good_one_later(tmp_path):
     assert path.name == "step-000005.safetensors"
     again.save(made(10))
     assert [path.name for path in again.paths()] == [f"step-{step:06d}.safetensors" for step in (10, 8, 5)]
+
+
+def test_a_folder_of_checkpoints_that_cannot_be_listed_is_refused_in_a_sentence(tmp_path, monkeypatch):
+    how = {"data": "fashion-mnist-mini", "batch_size": 500, "num_epochs": 1, "lr": 0.1, "quiet": True}
+    library.train(1, out=tmp_path / "run", **how)
+
+    def fails(checkpoints):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("lockstep.training.checkpoint.Checkpoints.paths", fails)
+    with pytest.raises(ConfigError, match=r"run cannot be read: Input/output error\. Look for what fails on that disk"):
+        library.train(1, out=tmp_path / "run", resume=True, **how)
+    assert Checkpoints(tmp_path / "run", keep=3).last() is None

@@ -1,28 +1,38 @@
 """Which state the ranks of a new generation continue from."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from lockstep.core.errors import LockstepError
 from lockstep.report.events import EpochDone
+from lockstep.training import elastic
 from lockstep.training.checkpoint import Checkpoint, Progress
 from lockstep.training.elastic import agree
+from lockstep.training.resume_point import ResumePoint
 
 IDENTITY = {"model": "lenet"}
+FIRST, SECOND = "W0", "W1"
+TASK = SimpleNamespace(initial={FIRST: None, SECOND: None}, state_units=("optimizer/W0", "optimizer/W1"))
 
 
-def checkpoint(step, epoch=1, parts=("0:2",), run=None):
+def checkpoint(step, epoch=1, parts=(FIRST, SECOND), run=None):
     """A checkpoint of these parts of a model; every value in it is its step."""
     history = [EpochDone(number, 1.0, 1.0, 0.5) for number in range(1, epoch)]
     progress = Progress(step=step, epoch=epoch, history=history, first_loss=1.0)
-    weights = {f"W{part}": np.full(2, step, np.float32) for part in parts}
-    return Checkpoint(
-        run or IDENTITY, {}, progress, weights, {part: {"momentum": np.full(2, step, np.float32)} for part in parts}
-    )
+    weights = {part: np.full(2, step, np.float32) for part in parts}
+    units = {f"optimizer/{part}": {"momentum": np.full(2, step, np.float32)} for part in parts}
+    return Checkpoint(run or IDENTITY, {}, progress, weights, {"units": units, "common": {"groups": [0.1]}})
 
 
-def agreed(on_ranks, states):
-    return on_ranks(len(states), lambda engine: agree(engine, states[engine.local_ranks[0]], IDENTITY))
+def agreed(on_ranks, states, checkpoints=None):
+    def agree_on(engine):
+        (rank,) = engine.local_ranks
+        start = ResumePoint(checkpoint=states[rank], checkpoints=checkpoints if rank == 0 else None)
+        return agree(engine, start, IDENTITY, TASK)
+
+    return on_ranks(len(states), agree_on)
 
 
 @pytest.mark.parametrize(
@@ -51,11 +61,11 @@ def test_nothing_is_sent_where_all_ranks_have_the_same_state(on_ranks):
 @pytest.mark.parametrize(
     ("held", "newest", "num_broadcasts"),
     [
-        ([(4, ["0:2"]), (4, ["2:5"])], 4, 2),
-        ([(5, ["0:2"]), (4, ["2:5"]), (4, ["0:2"]), (4, ["2:5"])], 4, 2),  # nobody has 2:5 of step 5
-        ([(5, ["0:2"]), (4, ["2:5"]), (4, ["0:2"]), (5, ["2:5"])], 5, 2),
-        ([(5, ["0:2", "2:5"]), (4, ["2:5"])], 5, 1),
-        ([(5, ["0:2"]), None, (5, ["2:5"]), None], 5, 2),  # two ranks are new
+        ([(4, [FIRST]), (4, [SECOND])], 4, 2),
+        ([(5, [FIRST]), (4, [SECOND]), (4, [FIRST]), (4, [SECOND])], 4, 2),  # nobody has the second of step 5
+        ([(5, [FIRST]), (4, [SECOND]), (4, [FIRST]), (5, [SECOND])], 5, 2),
+        ([(5, [FIRST, SECOND]), (4, [SECOND])], 5, 1),
+        ([(5, [FIRST]), None, (5, [SECOND]), None], 5, 2),  # two ranks are new
     ],
 )
 def test_parts_of_the_model_are_merged_from_the_newest_step_of_which_all_are_there(
@@ -65,11 +75,38 @@ def test_parts_of_the_model_are_merged_from_the_newest_step_of_which_all_are_the
     found, sent = agreed(on_ranks, states)
     for state in found:
         assert state.progress.step == newest
-        assert sorted(state.weights) == ["W0:2", "W2:5"]
-        assert sorted(state.states) == ["0:2", "2:5"]
+        assert list(state.weights) == [FIRST, SECOND]
+        assert sorted(state.states["units"]) == ["optimizer/W0", "optimizer/W1"]
+        assert state.states["common"] == {"groups": [0.1]}
         assert all((array == newest).all() for array in state.weights.values())
-        assert all((part["momentum"] == newest).all() for part in state.states.values())
+        assert all((part["momentum"] == newest).all() for part in state.states["units"].values())
     assert sent == num_broadcasts
+
+
+def test_weights_without_the_state_of_their_optimizer_are_not_enough(on_ranks):
+    """With a shared update, every rank has all weights, and the state of some parameters only."""
+    newer = checkpoint(5)
+    newer.states["units"].pop("optimizer/W1")
+    found, _ = agreed(on_ranks, [newer, checkpoint(4)])
+    assert [one.progress.step for one in found] == [4, 4]
+
+
+class Files:
+    """The checkpoints in a run's folder."""
+
+    def __init__(self, newest):
+        self._newest = newest
+
+    def newest(self, note, max_bytes):
+        return self._newest and ("step-000002.safetensors", self._newest)
+
+
+@pytest.mark.parametrize("in_file", [checkpoint(2), None], ids=["a checkpoint", "none"])
+def test_a_part_that_was_lost_with_its_rank_is_in_the_newest_checkpoint_file(on_ranks, in_file, monkeypatch):
+    monkeypatch.setattr(elastic, "max_bytes_of", lambda arrays: 1 << 20)
+    found, _ = agreed(on_ranks, [checkpoint(5, parts=[FIRST]), None, checkpoint(5, parts=[FIRST])], Files(in_file))
+    for one in found:
+        assert one is None if in_file is None else (one.progress.step, list(one.weights)) == (2, [FIRST, SECOND])
 
 
 def test_a_state_of_another_run_is_refused(on_ranks):

@@ -189,7 +189,7 @@ def test_the_other_workers_continue_when_one_is_killed(tmp_path, undisturbed, nu
     if continued_after is None:  # it was killed when its work was done
         assert result["devices"] == [f"cpu:{other}" for other in range(4)]
         return
-    assert continued_after < 15
+    assert continued_after < 30, "the deadline is 60"
     new = "; a new worker takes its place" if max_restarts else ""
     assert f"rank {rank} (cpu:{rank}) was killed by SIGKILL{new}\n" in err
     assert re.search(r"continuing after step \d+ on \[", err)
@@ -294,34 +294,33 @@ def own_model(tmp_path):
     return "mine:Net"
 
 
+TIMEOUT, MORE = 5, 5  # seconds: of an exchange, on a machine that is busy; until a rank that hangs is named, then
+NAMED = rf"(the others waited|no sign of life for) {TIMEOUT} s \(--timeout\): .*"  # by another rank, or the supervisor
+
+
 @pytest.mark.parametrize("answer", ["stop", pytest.param("drop", marks=pytest.mark.long)])
 def test_a_rank_that_hangs_is_named_with_its_source_line(tmp_path, own_model, answer):
     """A process that was stopped (SIGSTOP) hangs, and cannot do anything about it."""
     how = ("--model", own_model, "--engine", "processes", "--on-hang", answer, "--epochs", 1)
     with nothing_left_behind() as runs:
-        run = Run(tmp_path / "run", *how, "--devices", 3, "--timeout", 2, "--checkpoint-every", 1)
+        run = Run(tmp_path / "run", *how, "--devices", 3, "--timeout", TIMEOUT, "--checkpoint-every", 1)
         runs.append(run)
         workers = run.wait_for_workers(3)
         run.wait_for_step(2)
         (tmp_path / f"sleep-{workers[1]}").write_text("")  # so that it is in the user's code when it is stopped
         wait_until((tmp_path / "asleep").exists, "the rank to be in forward")
-        time.sleep(1.0)  # for a heartbeat from there
+        time.sleep(2.0)  # for a heartbeat from there
         os.kill(workers[1], signal.SIGSTOP)
-        stopped = time.monotonic()
-        if answer == "stop":
-            err, _ = run.end(status=1)
-            assert time.monotonic() - stopped < 2 + 5
-        else:
-            result, err = run.end()
+        result, err = run.end(status=1 if answer == "stop" else 0)
+        if answer == "drop":
             assert result["devices"] == ["cpu:0", "cpu:2"]
             assert "rank 1 (cpu:1) was dropped\n" in err
-    (sentence,) = [
-        line for line in err.splitlines() if "the others waited 2 s (--timeout): rank 1 (cpu:1) is in " in line
-    ]
+    (sentence,) = [line for line in err.splitlines() if re.search(NAMED + r"rank 1 \(cpu:1\) is in ", line)]
     assert sentence.startswith("lockstep: ") == (answer == "stop")
     assert sum(line.startswith("lockstep: ") for line in err.splitlines()) == (answer == "stop")
     here = re.escape(str(tmp_path / "mine.py"))
-    assert re.search(rf"in forward and backward of step \d+, at {here}:14; it sends no heartbeat", sentence)
+    what = "it (sends no heartbeat|is stopped)"
+    assert re.search(rf"in forward and backward of step \d+, at {here}:14; {what}", sentence)
     assert "Traceback" not in err
 
 
@@ -387,11 +386,11 @@ def test_nothing_listens_on_another_address_than_loopback(tmp_path):
         run.end()
 
 
-@pytest.mark.parametrize("when", ["another is killed", "at the start"])
-def test_a_worker_that_is_stopped_meanwhile_is_named_in_time_with_what_it_did(tmp_path, own_model, when):
-    how = ("--model", own_model, "--engine", "processes", "--devices", 3, "--timeout", 3, "--checkpoint-every", 1)
+def seconds_until_named(folder, own_model, when):
+    """One worker is stopped, and is named with what it did: how long that took."""
+    how = ("--model", own_model, "--engine", "processes", "--devices", 3, "--checkpoint-every", 1)
     with nothing_left_behind() as runs:
-        run = Run(tmp_path / "run", *how, "--epochs", 1)
+        run = Run(folder, *how, "--timeout", TIMEOUT, "--epochs", 1)
         runs.append(run)
         workers = run.wait_for_workers(3)
         if when == "another is killed":
@@ -401,11 +400,43 @@ def test_a_worker_that_is_stopped_meanwhile_is_named_in_time_with_what_it_did(tm
         if when == "another is killed":
             os.kill(workers[2], signal.SIGKILL)
         err, _ = run.end(status=1)
-        assert time.monotonic() - stopped < 3 + 5
-    assert "the others waited 3 s (--timeout): rank 1 (cpu:1) " in err.splitlines()[-1]
+        seconds = time.monotonic() - stopped
+    said = err.splitlines()[-1]
+    assert re.search(NAMED + r"rank 1 \(cpu:1\) ", said)
     if when == "another is killed":
-        assert re.search(r"rank 1 \(cpu:1\) is in .* of step \d+.*; it sends no heartbeat", err.splitlines()[-1])
+        assert re.search(r"rank 1 \(cpu:1\) is in .* of step \d+.*; it (sends no heartbeat|is stopped)", said)
     assert "Traceback" not in err
+    return seconds
+
+
+@pytest.mark.parametrize("when", ["another is killed", "at the start"])
+def test_a_worker_that_is_stopped_meanwhile_is_named_in_time_with_what_it_did(tmp_path, own_model, when):
+    """Within deadline + 5 s; where the machine itself stops for a moment, a second or a third time counts."""
+    times = (seconds_until_named(tmp_path / f"run-{number}", own_model, when) for number in range(3))
+    assert any(seconds < TIMEOUT + MORE for seconds in times)
+
+
+@pytest.mark.parametrize(("num_devices", "answer"), [(1, "stop"), (1, "drop"), (2, "stop")])
+def test_workers_that_nobody_waits_for_are_named_when_they_are_stopped(tmp_path, own_model, num_devices, answer):
+    """All that there are: then no other rank notices."""
+    how = ("--model", own_model, "--engine", "processes", "--checkpoint-every", 1)
+    with nothing_left_behind() as runs:
+        run = Run(tmp_path / "run", *how, "--devices", num_devices, "--timeout", TIMEOUT, "--on-hang", answer)
+        runs.append(run)
+        workers = run.wait_for_workers(num_devices)
+        run.wait_for_step(2)
+        for worker in workers:
+            os.kill(worker, signal.SIGSTOP)
+        err, _ = run.end(status=1)
+        said = err.splitlines()[-1]
+        for rank in range(num_devices):
+            where = rf"rank {rank} \(cpu:{rank}\) is in .* of step \d+.*; it is stopped \(SIGSTOP\)"
+            assert re.search(rf"no sign of life for {TIMEOUT} s \(--timeout\): .*{where}", said)
+        assert "Resume with: " in said
+        assert ("No worker is left" in said) == (answer == "drop")
+        plain, again = Run(tmp_path / "plain", *how), Run(tmp_path / "run", "--resume", *how)
+        runs += [plain, again]
+        assert again.end()[0]["weights_sha256"] == plain.end()[0]["weights_sha256"]
 
 
 ENDS = """
@@ -428,3 +459,24 @@ def test_workers_that_user_code_ends_are_not_done(tmp_path, own_model):
     assert re.search(r"rank \d \(cpu:\d\) ended with exit status 0", err)
     assert "No worker is left" in err
     assert not (tmp_path / "run" / "result.json").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("split", ["network=2", "data=2,network=2"])
+@pytest.mark.parametrize("every", [1, 100])
+def test_a_stage_that_is_lost_comes_back_and_the_bits_stay(tmp_path, undisturbed, split, every):
+    """From the newest checkpoint, or from the replica of another data rank; without either, the run starts again."""
+    with nothing_left_behind() as runs:
+        run = Run(tmp_path / "run", "--split", split, "--engine", "processes", "--checkpoint-every", every)
+        runs.append(run)
+        workers = run.wait_for_workers(4 if "," in split else 2)
+        if every == 1:
+            run.wait_for_step(3)
+        else:
+            lines = tmp_path / "run" / "metrics.jsonl"
+            wait_until(lambda: lines.exists() or run.process.poll() is not None, "the first lines")
+        with suppress(ProcessLookupError):  # its work is done, and so is the run
+            os.kill(workers[-1], signal.SIGKILL)
+        result, err = run.end()
+    check_same_run(result, undisturbed)
+    assert "continuing after step" in err

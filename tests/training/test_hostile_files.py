@@ -119,6 +119,31 @@ def test_forged_values_end_in_a_sentence_without_escapes(lockstep, run, change):
         assert answer.err.splitlines()[-1].startswith("lockstep: ")
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "result.json", f"checkpoints/step-{STEPS:06d}.safetensors"])
+@pytest.mark.parametrize("how", ["a folder", "a pipe"])
+def test_what_is_in_the_place_of_a_file_that_is_written_is_named(lockstep, run, name, how):
+    (run / name).unlink()
+    if how == "a folder":
+        (run / name).mkdir()
+        (run / name / "file").touch()
+    else:
+        os.mkfifo(run / name)
+    answer = resumed(lockstep, run)
+    if how == "a pipe" and name != "metrics.jsonl":
+        assert answer.status == 0, "it is replaced"
+        return
+    assert answer.status == 1
+    assert f"Remove what is in the place of a file: {run / name}" in answer.err
+    assert f"The last one is {run / name}" not in answer.err
+
+
+def test_a_folder_with_the_name_of_an_old_checkpoint_is_left_alone(lockstep, run):
+    (run / "checkpoints" / "step-000000.safetensors").mkdir()
+    answer = resumed(lockstep, run, "--keep-checkpoints", 1)
+    assert answer.status == 0, answer.err
+    assert (run / "checkpoints" / "step-000000.safetensors").is_dir()
+
+
 @pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints", "weights.safetensors"])
 def test_links_in_a_runs_folder_are_not_followed(lockstep, run, tmp_path, name):
     (run / name).rename(tmp_path / "elsewhere")
@@ -165,3 +190,26 @@ def test_a_folder_that_is_removed_in_mid_run_gets_the_right_advice(tmp_path):
         lockstep.train(
             1, data="fashion-mnist-mini", batch_size=400, lr=0.1, out=tmp_path / "gone", on_step=remove, quiet=True
         )
+
+
+def test_labels_that_unpack_to_much_are_refused_though_each_array_alone_is_small(lockstep, tmp_path):
+    names = ("X_train", "y_train", "X_test", "y_test")
+    np.savez_compressed(tmp_path / "bomb.npz", **{name: np.zeros(1 << 25, np.uint8) for name in names})
+    answer = lockstep("train", "--data", tmp_path / "bomb.npz")
+    assert answer.status == 2
+    assert "would unpack to 33,554,560 bytes" in answer.err
+
+
+def test_weights_that_no_such_model_has_are_not_read(lockstep, run):
+    os.truncate(run / "weights.safetensors", 30 << 30)
+    answer = lockstep("evaluate", run)
+    assert answer.status == 2
+    assert "it has 32,212,254,720 bytes, and at most " in answer.err
+
+
+def test_a_config_that_names_a_path_that_no_file_can_have_is_refused(lockstep, run):
+    for path in ("a\\u0000b", "\\ud800"):
+        (run / "config.json").write_text(f'{{"data_dir": "{path}"}}')
+        answer = resumed(lockstep, run)
+        assert answer.status == 2
+        assert "data dir must be a path" in answer.err

@@ -9,7 +9,8 @@ from lockstep.config import RunConfig
 from lockstep.report.events import EpochDone
 from lockstep.runtime.step import Resolved
 from lockstep.training import loop, state
-from lockstep.training.loop import ResumePoint, Training
+from lockstep.training.loop import Training
+from lockstep.training.resume_point import ResumePoint
 from lockstep.training.setup import inprocess_engine, prepare
 from lockstep.training.step_times import StepTimes
 

@@ -75,6 +75,45 @@ if __name__ == "__main__":
         json.dump([weights, module, said], file)
 """
 
+SPLITS = """
+import json
+import os
+
+from torch import nn
+
+import lockstep
+from lockstep.training import auto_split
+from own_file import make_data
+
+RANK = os.environ.get("RANK")
+
+def network():
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3)
+    )
+
+def train(**how):
+    result = lockstep.train(model=network, data=make_data(), batch_size=16, epochs=1, shards=8, quiet=True,
+                            optimizer="adamw", **how)
+    return [result.weights_sha256, result.buffers_sha256, result.metrics]
+
+def trainer(**how):
+    X, y = make_data()[0]
+    with lockstep.Trainer(network, optimizer="adamw", shards=8, example=(X[:16], y[:16]), **how) as trainer:
+        losses = [trainer.step((X[at : at + 16], y[at : at + 16])).loss for at in (0, 16, 32)]
+        return [trainer.weights_sha256, losses, trainer.evaluate((X, y))]
+
+if __name__ == "__main__":
+    if RANK is None:
+        found = [train(devices=1), trainer(devices=1), trainer(devices=1, slices=4)]
+    else:
+        found = [train(split="auto"), trainer(split="network"), trainer(split="layers", slices=4)]
+        auto_split.USABLE = 1e-9 if RANK == "1" else 0.9  # the machine of rank 1 has no memory
+        found += [train(split="auto"), trainer(update="sharded")]
+    with open(f"splits-{RANK}.json", "w") as file:
+        json.dump(found, file)
+"""
+
 SHOW = """
 import json
 from lockstep.core.torchrun_env import torchrun_env
@@ -210,7 +249,8 @@ def test_the_hash_is_that_of_one_process_and_one_rank_prints_it(torchrun, lockst
     (run,) = (tmp_path / "runs").iterdir()
     assert json.loads((run / "result.json").read_text()) == result
     kinds = [json.loads(line)["event"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert kinds == ["started", "epoch", "epoch", "done"]
+    assert [kind for kind in kinds if kind != "step"] == ["started", "epoch", "epoch", "done"]
+    assert kinds.count("step") == 6, "one rank writes them"
 
 
 def test_a_script_of_the_users_own_gets_the_same_result_on_every_rank(torchrun, tmp_path, monkeypatch):
@@ -225,6 +265,19 @@ def test_a_script_of_the_users_own_gets_the_same_result_on_every_rank(torchrun, 
     results = [json.loads((tmp_path / f"result-{rank}.json").read_text()) for rank in ("None", "0", "1")]
     assert results[0] == results[1]
     assert results[0] == results[2]
+
+
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.long), 3])
+def test_several_runs_and_trainers_of_one_program_with_every_split(torchrun, tmp_path, monkeypatch, num_ranks):
+    (tmp_path / "splits.py").write_text(SPLITS)
+    done = torchrun(num_ranks, "splits.py")
+    assert set(done.statuses) == {0}, done.stderr
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_file", raising=False)
+    runpy.run_path(str(tmp_path / "splits.py"), run_name="__main__")
+    monkeypatch.delitem(sys.modules, "own_file")
+    alone, *ranks = (json.loads((tmp_path / f"splits-{rank}.json").read_text()) for rank in ["None", *range(num_ranks)])
+    assert all(rank == [*alone, *alone[:2]] for rank in ranks)
 
 
 # ------------------------------------------------------------------------------------------------ what can go wrong
@@ -416,3 +469,29 @@ def test_a_rank_that_never_starts_is_a_peer_failure(store):
 
     with pytest.raises(PeerFailure):
         devices_of_all(RunConfig(devices=2, timeout=0.3), env_of_rank(0, 2, 0, 2), store)
+
+
+def test_all_ranks_know_the_least_memory_that_one_of_them_has(store):
+    from lockstep.core.interrupts import Interrupts
+    from lockstep.training.torchrun import least_of_all
+
+    store.set("memory/1", "700")
+    with Interrupts(notify=False) as interrupts:
+        assert least_of_all(store, env_of_rank(0, 2, 0, 2), 1.0, interrupts, 900.5) == 700.0
+        assert least_of_all(store, env_of_rank(0, 2, 0, 2), 1.0, interrupts, 600.5) == 600.0
+        store.set("memory/1", "much")
+        with pytest.raises(PeerFailure, match="memory in torchrun's store is no number"):
+            least_of_all(store, env_of_rank(0, 2, 0, 2), 1.0, interrupts, 900.0)
+        with pytest.raises(PeerFailure, match="Not all ranks are ready"):
+            least_of_all(store, env_of_rank(0, 3, 0, 3), 0.1, interrupts, 900.0)
+
+
+def test_a_mark_that_anybody_could_write_keeps_no_rank_silent(store):
+    from lockstep.runtime.authenticated_store import AuthenticatedStore
+    from lockstep.training.torchrun import is_reported
+
+    store.set("failed", "7")
+    store.set("printed", "yes")
+    marked = AuthenticatedStore(store, b"known to the ranks only", 0.3)
+    assert not is_reported(marked), "nobody has printed it"
+    assert is_reported(marked)

@@ -377,7 +377,7 @@ def test_a_model_that_raises_names_the_users_line_the_rank_and_the_device(vector
     began = time.monotonic()
     with pytest.raises(RankError) as failed:
         lockstep.train(model=Raises(), data=vectors, devices=3, **SMALL, **settings)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 40, "nobody waits for the deadline, which is 60"
     lines = Path(__file__).read_text().splitlines()
     line = next(number for number, text in enumerate(lines, 1) if 'raise ValueError("my own mistake")' in text)
     assert str(failed.value) == (
@@ -429,7 +429,12 @@ ERRORS = [
         "The optimizer is a SGD that belongs to",
     ),
     ({"optimizer": lambda p: 3}, ConfigError, "The optimizer's function returned a int."),
-    ({"optimizer": torch.optim.LBFGS}, ConfigError, "LBFGS computes the model again within a step"),
+    ({"optimizer": torch.optim.LBFGS}, ConfigError, "The optimizer LBFGS cannot be used: LBFGS.step() missing"),
+    (
+        {"optimizer": torch.optim.SparseAdam},
+        ConfigError,
+        "The optimizer SparseAdam cannot be used: SparseAdam does not",
+    ),
     ({"optimizer": torch.optim.Adam, "lr": 0.1}, ConfigError, "The optimizer is made by a function"),
     ({"scheduler": lambda o: o, "warmup": 3}, ConfigError, "There is a scheduler, and a schedule or a warm-up too."),
     (

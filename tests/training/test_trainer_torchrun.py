@@ -11,7 +11,7 @@ from torch import nn
 rank = int(os.environ["RANK"])
 torch.manual_seed({seed})
 X, y = torch.zeros(16, 4), torch.zeros(16, dtype=torch.int64)
-trainer = lockstep.Trainer(nn.Linear(4, 2), lr=0.1, timeout=10)
+trainer = lockstep.Trainer(nn.Linear(4, 2), lr=0.1, timeout=30)
 """
 CASES = {
     "save on one rank": (

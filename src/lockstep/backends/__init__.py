@@ -13,6 +13,7 @@ from lockstep.backends.protocol import (
     Backend,
     Capabilities,
     GraphCapture,
+    LayerFunction,
     LossFuture,
     LossSum,
     OnReady,
@@ -20,6 +21,7 @@ from lockstep.backends.protocol import (
     Pieces,
     RecordEvent,
     Tensor,
+    cross_entropy,
     flat,
 )
 from lockstep.core.device import MAX_DEVICES, Device, check_devices, choose_devices
@@ -32,6 +34,7 @@ __all__ = [
     "Backend",
     "Capabilities",
     "GraphCapture",
+    "LayerFunction",
     "LossFuture",
     "LossSum",
     "OnReady",
@@ -41,6 +44,7 @@ __all__ = [
     "Tensor",
     "backend_of",
     "backend_of_all",
+    "cross_entropy",
     "devices_for",
     "flat",
     "is_installed",

@@ -4,6 +4,7 @@ import os
 import platform
 import re
 import resource
+import subprocess
 from pathlib import Path
 
 from lockstep.core.device import Device, Hardware
@@ -14,6 +15,16 @@ def cpu() -> Hardware:
     num_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     usable = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))  # Linux only
     return Hardware(Device("cpu:0"), _name(), num_bytes, len(usable(0)))
+
+
+def memory_of_gpus() -> list[int]:
+    """The memory of each GPU in bytes; nothing of this process touches a GPU, which would rule out forking."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
+        return [int(line) * 2**20 for line in said.split()]
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return []
 
 
 def peak_of_process(reset: bool = False) -> int:

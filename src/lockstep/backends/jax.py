@@ -1,6 +1,7 @@
 """JAX: the only file that imports it."""
 
 import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import lru_cache, partial, wraps
 from typing import Any
@@ -12,7 +13,17 @@ from jax import Array as Tensor
 from jax import lax
 
 from lockstep.backends.hardware import cpu
-from lockstep.backends.protocol import Backend, Capabilities, Function, LossSum, OnReady, Ops
+from lockstep.backends.protocol import (
+    VJP,
+    Backend,
+    Capabilities,
+    Function,
+    LayerFunction,
+    LossSum,
+    OnReady,
+    Ops,
+    cross_entropy,
+)
 from lockstep.core.device import Device, Hardware
 from lockstep.core.errors import BackendError
 from lockstep.core.layout import Array, Layout
@@ -115,7 +126,19 @@ class JaxBackend(Backend):
     def chunk(self, tensor: Tensor, start: int, stop: int) -> Tensor:
         return lax.dynamic_slice_in_dim(tensor, start, stop - start)  # compiled for each size, not for each start
 
+    def concat_units(self, tensors: list[Tensor]) -> Tensor:
+        return jnp.concatenate(tensors, axis=1)
+
     # --- parameters as one flat vector ---
+
+    def vjp(self, function: LayerFunction, params: list[Tensor], X: Tensor, needs_X: bool, *others: Tensor) -> VJP:
+        out, pull_all = _compiled_vjp(function)(X, params, *others)
+
+        def pull(gradient: Tensor) -> tuple[Tensor | None, list[Tensor]]:
+            in_X, in_params = _COMPILED_PULL(pull_all, gradient)
+            return in_X if needs_X else None, in_params
+
+        return out, pull
 
     def unflatten(self, layout: Layout, flat: Tensor) -> list[Tensor]:
         pieces = jnp.split(flat, np.cumsum(layout.pieces)[:-1])[::2]
@@ -124,7 +147,37 @@ class JaxBackend(Backend):
     def value_and_grad(
         self, loss_sum: LossSum, layout: Layout, flat: Tensor, X: Tensor, y: Tensor, on_ready: OnReady | None = None
     ) -> tuple[Tensor, Tensor]:
+        if layers := getattr(loss_sum, "layers", ()):  # compiled one by one: a stage of the model has the same bits
+            return self._layer_by_layer(layers, layout, flat, X, y)
         return _compiled_gradient(loss_sum, layout)(flat, X, y)
+
+    def _layer_by_layer(
+        self, layers: Sequence[Any], layout: Layout, flat: Tensor, X: Tensor, y: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        params, pulls = iter(self.unflatten(layout, flat)), []
+        for number, layer in enumerate(layers):
+            X, pull = self.vjp(layer.function, [next(params) for _ in layer.params], X, number > 0)
+            pulls.append(pull)
+        loss, pull = self.vjp(cross_entropy, [], X, True, y)
+        (gradient, _), found = pull(loss * 0 + 1), []
+        for pull in reversed(pulls):
+            gradient, in_params = pull(gradient)
+            found.append(in_params)
+        gradients = [one for of_layer in reversed(found) for one in of_layer]
+        pieces = [
+            piece
+            for one, gap in zip(gradients, layout.pieces[1::2], strict=True)
+            for piece in (one.reshape(-1), jnp.zeros(gap, one.dtype, device=one.sharding))
+        ]
+        return loss, jnp.concatenate(pieces)
+
+
+@lru_cache(maxsize=64)  # by layer
+def _compiled_vjp(function: LayerFunction) -> Any:
+    def forward(X: Tensor, params: list[Tensor], *others: Tensor) -> Any:
+        return jax.vjp(lambda X, params: function(BACKEND.ops, X, params, *others), X, params)
+
+    return BACKEND.compile(forward)
 
 
 @lru_cache(maxsize=16)  # by model; JAX compiles it once for each shape and device
@@ -154,3 +207,10 @@ def _jax_device(device: Device) -> Any:
 
 
 BACKEND = JaxBackend()
+
+
+def _pulled(pull: Any, gradient: Tensor) -> Any:
+    return pull(gradient)
+
+
+_COMPILED_PULL = BACKEND.compile(_pulled)

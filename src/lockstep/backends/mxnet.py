@@ -13,7 +13,7 @@ from mxnet import autograd, np, npx
 from mxnet.numpy import ndarray as Tensor
 from threadpoolctl import threadpool_info
 
-from lockstep.backends.protocol import Backend, Capabilities, LossSum, OnReady, Ops
+from lockstep.backends.protocol import VJP, Backend, Capabilities, LayerFunction, LossSum, OnReady, Ops
 from lockstep.core.device import Device, Hardware
 from lockstep.core.errors import BackendError
 from lockstep.core.layout import Array, Layout
@@ -129,7 +129,22 @@ class MxnetBackend(Backend):
         tensor.attach_grad()
         return tensor
 
+    def concat_units(self, tensors: list[Tensor]) -> Tensor:
+        return np.concatenate(tensors, axis=1)
+
     # --- parameters as one flat vector ---
+
+    def vjp(self, function: LayerFunction, params: list[Tensor], X: Tensor, needs_X: bool, *others: Tensor) -> VJP:
+        leaves = [self.with_gradient(param.detach()) for param in params]
+        inputs = self.with_gradient(X.detach()) if needs_X else X
+        with autograd.record():
+            out = function(self.ops, inputs, leaves, *others)
+
+        def pull(gradient: Tensor) -> tuple[Tensor | None, list[Tensor]]:
+            out.backward(gradient)
+            return inputs.grad if needs_X else None, [leaf.grad for leaf in leaves]
+
+        return out.detach(), pull
 
     def value_and_grad(
         self, loss_sum: LossSum, layout: Layout, flat: Tensor, X: Tensor, y: Tensor, on_ready: OnReady | None = None
@@ -139,7 +154,7 @@ class MxnetBackend(Backend):
             loss = loss_sum(params, X, y)
         loss.backward()
         pieces = []
-        for param, gap in zip(params, (*layout.pieces[1::2], 0), strict=True):
+        for param, gap in zip(params, layout.pieces[1::2], strict=True):
             pieces += [param.grad.reshape(-1), np.zeros(gap, ctx=flat.ctx)]
         return loss.detach(), self.concat(pieces)
 

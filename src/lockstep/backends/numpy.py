@@ -14,7 +14,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from threadpoolctl import threadpool_limits
 
 from lockstep.backends.process_settings import one_at_a_time
-from lockstep.backends.protocol import Backend, Capabilities, LossSum, OnReady, Ops
+from lockstep.backends.protocol import VJP, Backend, Capabilities, LayerFunction, LossSum, OnReady, Ops
 from lockstep.core.device import Device
 from lockstep.core.layout import Array, Layout
 
@@ -167,7 +167,23 @@ class NumpyBackend(Backend):
     def add(self, left: Array, right: Array, out: Array | None = None) -> Array:
         return np.add(left, right, out=out)
 
+    def concat_units(self, tensors: list[Array]) -> Array:
+        return np.concatenate(tensors, axis=1)
+
     # --- parameters as one flat vector ---
+
+    def vjp(self, function: LayerFunction, params: list[Array], X: Array, needs_X: bool, *others: Array) -> VJP:
+        tape: list[Traced] = []
+        traced = [Traced(param, tape) for param in params]
+        inputs = Traced(X, tape) if needs_X else X
+        out: Traced = function(self.ops, inputs, traced, *others)
+
+        def pull(gradient: Array) -> tuple[Array | None, list[Array]]:
+            out.gradient = gradient
+            _go_back(tape)
+            return inputs.gradient if isinstance(inputs, Traced) else None, [param.gradient for param in traced]
+
+        return out.value, pull
 
     def value_and_grad(
         self, loss_sum: LossSum, layout: Layout, flat: Array, X: Array, y: Array, on_ready: OnReady | None = None
@@ -176,10 +192,14 @@ class NumpyBackend(Backend):
         params = [Traced(param, tape) for param in layout.unflatten(flat)]
         loss: Traced = loss_sum(params, X, y)
         loss.gradient = np.ones_like(loss.value)
-        for traced in reversed(tape):
-            for source, pull in traced.inputs:
-                source.gradient = source.gradient + pull(traced.gradient)
+        _go_back(tape)
         return loss.value, layout.flatten([param.gradient for param in params])
+
+
+def _go_back(tape: list[Traced]) -> None:
+    for traced in reversed(tape):
+        for source, pull in traced.inputs:
+            source.gradient = source.gradient + pull(traced.gradient)
 
 
 BACKEND = NumpyBackend()

@@ -8,7 +8,7 @@ from paddle import Tensor
 from paddle.nn import functional as F
 
 from lockstep.backends.process_settings import environment_variable, one_at_a_time
-from lockstep.backends.protocol import Backend, Capabilities, LossSum, OnReady, Ops
+from lockstep.backends.protocol import VJP, Backend, Capabilities, LayerFunction, LossSum, OnReady, Ops
 from lockstep.core.device import Device, Hardware
 from lockstep.core.layout import Array, Layout
 
@@ -119,7 +119,21 @@ class PaddleBackend(Backend):
         tensor.stop_gradient = False
         return tensor
 
+    def concat_units(self, tensors: list[Tensor]) -> Tensor:
+        return paddle.concat(tensors, axis=1)
+
     # --- parameters as one flat vector ---
+
+    def vjp(self, function: LayerFunction, params: list[Tensor], X: Tensor, needs_X: bool, *others: Tensor) -> VJP:
+        leaves = [self.with_gradient(param.detach()) for param in params]
+        inputs = self.with_gradient(X.detach()) if needs_X else X.detach()
+        out = function(self.ops, inputs, leaves, *others)
+
+        def pull(gradient: Tensor) -> tuple[Tensor | None, list[Tensor]]:
+            out.backward(gradient)  # not `paddle.grad`, which crashes in two threads at once
+            return inputs.grad if needs_X else None, [leaf.grad for leaf in leaves]
+
+        return out.detach(), pull
 
     def unflatten(self, layout: Layout, flat: Tensor) -> list[Tensor]:  # one operation to differentiate, not many
         pieces = paddle.split(flat, layout.pieces)[::2]

@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from lockstep.backends.hardware import cpu
 from lockstep.core.device import Device, Hardware
 from lockstep.core.errors import BackendError
+from lockstep.core.tracing import Timed
 
 if TYPE_CHECKING:  # numpy is slow to import, and `lockstep --help` lists the backends
     from lockstep.core.layout import Array, Layout
 
 Tensor = Any  # the framework's own
 LossSum = Callable[[list[Tensor], Tensor, Tensor], Tensor]  # (params, X, y) -> loss summed over the samples
+LayerFunction = Callable[..., Tensor]  # (ops, X, params, ...) -> the output of a layer
+VJP = tuple[Tensor, Callable[[Tensor], tuple[Tensor | None, list[Tensor]]]]
 Function = TypeVar("Function", bound=Callable[..., Any])
 RecordEvent = Callable[[], Callable[[], None]]  # records an event on the device; the function it returns waits for it
 OnReady = Callable[[Tensor, int, RecordEvent], None]  # (gradient, start, ...): complete from `start` on after the event
@@ -81,6 +84,11 @@ class Ops(ABC):
     def num_correct(self, logits: Tensor, y: Tensor) -> Tensor:
         """How many samples have their largest score at their label."""
         return (logits.argmax(1) == y).sum()
+
+
+def cross_entropy(ops: Ops, X: Tensor, params: list[Tensor], y: Tensor) -> Tensor:
+    """The summed loss of class scores, as a layer."""
+    return ops.cross_entropy_sum(X, y)
 
 
 class LossFuture(Protocol):
@@ -194,6 +202,10 @@ class Backend(ABC):
         """CUDA graph capture for steps on these devices; None where they have to run eagerly. A rank has its own."""
         return None
 
+    def timed(self, device: Device) -> Timed | None:
+        """The device's own clock, where it works on after the host has launched its kernels; else None."""
+        return None
+
     def compile(self, function: Function) -> Function:
         """`function`, compiled when it is first called with arguments of some shape."""
         raise BackendError(f"Lockstep does not compile with {self.name}. Use the function uncompiled, or torch or jax.")
@@ -219,6 +231,18 @@ class Backend(ABC):
     def assign(self, target: Tensor, source: Tensor) -> Tensor:
         """`target` with the values of `source`; a new tensor where the framework cannot write in place."""
         return self.copy_to(source, self.device_of(target))
+
+    def record_stream(self, value: Any) -> None:
+        """The calling thread reads a tensor that another one made, and its memory must not be used again before."""
+        return  # a framework without streams
+
+    def copy_activation(self, value: Any, device: Device) -> Any:
+        """What one stage hands to the next, on another device: a tensor, or a plain value."""
+        return self.copy_to(value, device) if hasattr(value, "dtype") else value
+
+    @abstractmethod
+    def concat_units(self, tensors: list[Tensor]) -> Tensor:
+        """Outputs of slices of a layer, put together along the second axis."""
 
     def with_gradient(self, tensor: Tensor) -> Tensor:
         """`tensor`, prepared for a backward pass where the framework needs that."""
@@ -254,6 +278,13 @@ class Backend(ABC):
         bounds = list(accumulate(layout.pieces, initial=0))
         pieces = [self.chunk(flat, *bounds[at : at + 2]) for at in range(0, len(layout.pieces), 2)]
         return [piece.reshape(shape) for piece, shape in zip(pieces, layout.shapes, strict=True)]
+
+    @abstractmethod
+    def vjp(self, function: LayerFunction, params: list[Tensor], X: Tensor, needs_X: bool, *others: Tensor) -> VJP:
+        """`function(ops, X, params, *others)`, and what gives the gradients of X and `params` from its own.
+
+        The bits are those of `value_and_grad` of the whole model.
+        """
 
     @abstractmethod
     def value_and_grad(

@@ -11,17 +11,31 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.backends.protocol import Backend, Capabilities, Function, GraphCapture, LossSum, OnReady, Ops
+from lockstep.backends.protocol import (
+    VJP,
+    Backend,
+    Capabilities,
+    Function,
+    GraphCapture,
+    LayerFunction,
+    LossSum,
+    OnReady,
+    Ops,
+)
 from lockstep.backends.torch_capture import TorchGraphCapture
-from lockstep.backends.torch_gradient_vector import GradientVector
+from lockstep.backends.torch_events import CudaEvents
+from lockstep.backends.torch_gradient_vector import GradientVector, gaps_of, one
 from lockstep.backends.torch_kernel_choice import VARIABLES, kernel_choice, pin_kernels
+from lockstep.backends.torch_large_vectors import memory_for_result
 from lockstep.backends.torch_lenet_cpu import ConvReluPool2d
 from lockstep.backends.torch_session import deterministic_session, start_thread
 from lockstep.core.device import Device, Hardware
 from lockstep.core.layout import Array, Layout
-from lockstep.core.tracing import span
+from lockstep.core.tracing import SpanName, Timed, span
 
 MAX_COMPILED = 1000  # shapes of one function
+# A compiler's option: sums over rows and columns in a norm layer's backward pass go through memory together, for small
+FUSE_SMALL = "mix_order_reduction_non_strict_mode"  # shards, too. One by one, GPT-2's took 29 and 12 us on an H200.
 
 
 class TorchOps(Ops):
@@ -111,6 +125,9 @@ class TorchBackend(Backend):
             return None
         return TorchGraphCapture(torch_device(devices[0]), rank)
 
+    def timed(self, device: Device) -> Timed | None:
+        return CudaEvents(torch_device(device)) if device.kind == "cuda" else None
+
     def compile(self, function: Function) -> Function:
         with _PREPARING:
             return _compiled(function)
@@ -152,9 +169,32 @@ class TorchBackend(Backend):
         return tensor.detach().view(-1) if tensor.is_contiguous() else None
 
     def add(self, left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
-        return torch.add(left, right, out=out)
+        return torch.add(left, right, out=memory_for_result(left) if out is None else out)
+
+    def record_stream(self, value: Any) -> None:
+        if isinstance(value, Tensor) and value.is_cuda and not is_capturing(value.device):  # a graph keeps its memory
+            value.record_stream(torch.cuda.current_stream(value.device))
+
+    def copy_activation(self, value: Any, device: Device) -> Any:
+        return self.copy_to(value, device).requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+    def concat_units(self, tensors: list[Tensor]) -> Tensor:
+        return torch.cat(tensors, 1)
 
     # --- parameters as one flat vector ---
+
+    def vjp(self, function: LayerFunction, params: list[Tensor], X: Tensor, needs_X: bool, *others: Tensor) -> VJP:
+        leaves = [param.detach().requires_grad_() for param in params]
+        inputs = X.detach().requires_grad_() if needs_X else X
+        with plain_errors(X.device.type):
+            out = function(self.ops, inputs, leaves, *others)
+
+        def pull(gradient: Tensor) -> tuple[Tensor | None, list[Tensor]]:
+            with plain_errors(X.device.type):
+                found = list(torch.autograd.grad(out, [inputs, *leaves] if needs_X else leaves, gradient))
+            return (found[0], found[1:]) if needs_X else (None, found)
+
+        return out.detach(), pull
 
     def flatten(self, layout: Layout, params: list[Tensor], device: Device) -> Tensor:
         flat = torch.zeros(layout.size, dtype=torch.float32, device=torch_device(device))
@@ -171,43 +211,24 @@ class TorchBackend(Backend):
     ) -> tuple[Tensor, Tensor]:
         params = [param.requires_grad_() for param in self.unflatten(layout, flat.detach())]  # same memory
         with plain_errors(flat.device.type):
-            with span("forward"):
+            with span(SpanName.FORWARD):
                 loss = loss_sum(params, X, y)
             vector = GradientVector(layout, flat.device, on_ready) if on_ready else None
             if vector:
                 for number, param in enumerate(params):
                     param.register_hook(partial(_put, vector, number))
-            with span("backward"):
-                seed = _one(loss.dtype, loss.device) if loss.ndim == 0 else None
+            with span(SpanName.BACKWARD):
+                seed = one(loss.dtype, loss.device) if loss.ndim == 0 else None
                 gradients = torch.autograd.grad(loss, params, seed, allow_unused=True, materialize_grads=True)
         if vector:
             return loss.detach(), vector.complete()
-        pieces = [gradient.reshape(-1) for gradient in gradients]
-        with_gaps = [piece for pair in zip(pieces, _gaps(layout, flat.device), strict=True) for piece in pair]
+        gaps = gaps_of(layout, flat.device)
+        with_gaps = [piece for own, gap in zip(gradients, gaps, strict=True) for piece in (own.reshape(-1), gap)]
         return loss.detach(), torch.cat(with_gaps)
 
 
 def _put(vector: GradientVector, number: int, gradient: Tensor) -> None:
     vector.put(number, gradient.reshape(-1))
-
-
-@cache
-def _gaps(layout: Layout, device: torch.device) -> list[Tensor]:
-    """The zeros after each parameter; none after the last."""
-    return _for_all_streams([torch.zeros(size, device=device) for size in (*layout.pieces[1::2], 0)])
-
-
-@cache
-def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The gradient of the loss, kept so that backward need not make one for every shard."""
-    return _for_all_streams([torch.ones((), dtype=dtype, device=device)])[0]
-
-
-def _for_all_streams(tensors: list[Tensor]) -> list[Tensor]:
-    """The same tensors, once they are filled: any stream may read them."""
-    if tensors[0].is_cuda:
-        torch.cuda.current_stream(tensors[0].device).synchronize()
-    return tensors
 
 
 @contextmanager
@@ -234,9 +255,13 @@ def _compiled(function: Any) -> Any:
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     import torch._dynamo.config as limits  # slow to import
     import torch._functorch.config as functorch
+    import torch._inductor.config as inductor
 
     # no autotuning: another process could choose another kernel, with other bits
-    compiled = torch.compile(function, dynamic=False, options={"deterministic": True})
+    options: dict[str, Any] = {"deterministic": True}
+    if hasattr(inductor.triton, FUSE_SMALL):
+        options[f"triton.{FUSE_SMALL}"] = True
+    compiled = torch.compile(function, dynamic=False, options=options)
     is_prepared = threading.local()
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -5,6 +5,8 @@ In deterministic mode its own backward pass adds the gradients of queries in mem
 
 import importlib.util
 import math
+import os
+import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +27,7 @@ def can_replace() -> bool:
     return (
         bool(gpus)
         and importlib.util.find_spec("triton") is not None
+        and any(map(shutil.which, (os.environ.get("CC", "gcc"), "gcc", "clang")))  # with which Triton builds launchers
         and all(torch.cuda.get_device_capability(gpu) == HOPPER for gpu in gpus)
     )
 
@@ -61,7 +64,7 @@ def _forward(
     if not dropout and _fits(queries, keys, values):
         from lockstep.backends.torch_attention_kernels import attention_forward
 
-        out, logsumexp = attention_forward(queries, keys, values, is_causal, _scale(queries, scale))
+        out, logsumexp = attention_forward((queries, keys, values), is_causal, _scale(queries, scale))
         random = queries.new_empty(2, dtype=torch.uint64), queries.new_empty((), dtype=torch.uint64)
         return out, logsumexp, None, None, *lengths, *random, queries.new_empty(0)
     swapped = [tensor.transpose(1, 2) for tensor in (queries, keys, values)]
@@ -83,11 +86,11 @@ def _backward(
     """As PyTorch declares it."""
     *_, dropout, is_causal, _, _ = others
     if not dropout and _fits(queries, keys, values):
-        from lockstep.backends.torch_attention_kernels import attention_backward
+        from lockstep.backends.torch_attention_kernels import Saved, attention_backward
 
         gradient = gradient if gradient.stride(3) == 1 else gradient.contiguous()
-        inputs = queries, keys, values
-        return attention_backward(gradient, inputs, out, logsumexp, is_causal, _scale(queries, scale))
+        saved = Saved((queries, keys, values), out, logsumexp)
+        return attention_backward(gradient, saved, is_causal, _scale(queries, scale))
     swapped = [tensor.transpose(1, 2) for tensor in (gradient, queries, keys, values, out)]
     theirs = torch.ops.aten._flash_attention_backward(*swapped, logsumexp, *others, scale=scale)
     return tuple(tensor.transpose(1, 2) for tensor in theirs)

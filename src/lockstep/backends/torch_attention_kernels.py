@@ -5,6 +5,8 @@ to itself, and so does that of a block of queries. So the order of every sum is 
 memory; the price is that the scores are computed twice.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -15,51 +17,74 @@ LOG2E = tl.constexpr(1.4426950408889634)
 FORWARD = 64, 64, 4, 3
 KEYS = 32, 64, 4, 3
 QUERIES = 64, 64, 4, 3
+DELTA_ROWS = 128
 
 
-def attention_forward(
-    queries: Tensor, keys: Tensor, values: Tensor, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+class Heads(NamedTuple):
+    """A tensor of shape (samples, heads, length, width), as a kernel sees it: where it is, and its strides."""
+
+    data: Any
+    sample: Any
+    head: Any
+    row: Any
+
+
+class Sizes(NamedTuple):
+    """What the programs of one launch have in common."""
+
+    num_heads: Any
+    length: Any
+    scale: Any
+
+
+class Tile(NamedTuple):
+    """What a kernel is compiled for; constants in it."""
+
+    rows: tl.constexpr  # of queries
+    columns: tl.constexpr  # rows of keys
+    width: tl.constexpr  # of a head
+    is_causal: tl.constexpr
+    is_even: tl.constexpr  # the length is a multiple of both: nothing has to be masked
+
+
+def attention_forward(inputs: tuple[Tensor, Tensor, Tensor], is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """The output, and for each query the logarithm of the sum of its exponentials."""
-    num_samples, num_heads, length, width = queries.shape
+    queries = inputs[0]
+    num_samples, num_heads, length, _ = queries.shape
     out = _empty_like(queries)
     logsumexp = queries.new_empty(num_samples, num_heads, length, dtype=torch.float32)
-    rows, columns, warps, stages = FORWARD
-    strides = [stride for tensor in (queries, keys, values, out) for stride in _strides(tensor)]
-    sizes = is_causal, length % max(rows, columns) == 0, rows, columns, width
-    _forward[triton.cdiv(length, rows), num_samples * num_heads](
-        queries, keys, values, out, logsumexp, num_heads, length, scale, *strides, *sizes,
-        num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+    given, sizes = tuple(map(_heads, inputs)), Sizes(num_heads, length, scale)
+    tile, how = _tile(FORWARD, queries, is_causal)
+    grid = triton.cdiv(length, tile.rows.value), num_samples * num_heads
+    _forward[grid](given, _heads(out), logsumexp, sizes, tile, **how)
     return out, logsumexp
 
 
-def attention_backward(
-    gradient: Tensor,
-    inputs: tuple[Tensor, Tensor, Tensor],
-    out: Tensor,
-    logsumexp: Tensor,
-    is_causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of queries, keys and values, all of shape (samples, heads, length, width)."""
-    queries, keys, values = inputs
-    num_samples, num_heads, length, width = queries.shape
-    found = [_empty_like(tensor) for tensor in inputs]
-    delta = torch.empty_like(logsumexp)
-    _delta[triton.cdiv(length, 128), num_samples * num_heads](
-        out, gradient, delta, num_heads, length, *_strides(out), *_strides(gradient), 128, width
+class Saved(NamedTuple):
+    """What the forward pass leaves for the backward pass."""
+
+    inputs: tuple[Tensor, Tensor, Tensor]  # queries, keys and values, of shape (samples, heads, length, width)
+    out: Tensor
+    logsumexp: Tensor
+
+
+def attention_backward(gradient: Tensor, saved: Saved, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of queries, keys and values."""
+    inputs, out, logsumexp = saved
+    num_samples, num_heads, length, width = inputs[0].shape
+    queries, keys, values = (_empty_like(tensor) for tensor in inputs)
+    delta, sizes = torch.empty_like(logsumexp), Sizes(num_heads, length, scale)
+    _delta[triton.cdiv(length, DELTA_ROWS), num_samples * num_heads](
+        _heads(out), _heads(gradient), delta, sizes, DELTA_ROWS, width
     )
-    arguments = (queries, keys, values, gradient, logsumexp, delta, *found, num_heads, length, scale)
-    strides = [stride for tensor in (queries, keys, values, gradient, *found) for stride in _strides(tensor)]
-    for kernel, (rows, columns, warps, stages), block in (
-        (_keys_and_values, KEYS, KEYS[1]),
-        (_queries, QUERIES, QUERIES[0]),
-    ):
-        sizes = is_causal, length % max(rows, columns) == 0, rows, columns, width
-        grid = triton.cdiv(length, block), num_samples * num_heads
-        kernel[grid](*arguments, *strides, *sizes, num_warps=warps, num_stages=stages)
-    return found[0], found[1], found[2]
+    given, sums = (*map(_heads, inputs), _heads(gradient)), (logsumexp, delta)
+    tile, how = _tile(KEYS, inputs[0], is_causal)
+    grid = triton.cdiv(length, tile.columns.value), num_samples * num_heads
+    _keys_and_values[grid](given, sums, (_heads(keys), _heads(values)), sizes, tile, **how)
+    tile, how = _tile(QUERIES, inputs[0], is_causal)
+    grid = triton.cdiv(length, tile.rows.value), num_samples * num_heads
+    _queries[grid](given, sums, _heads(queries), sizes, tile, **how)
+    return queries, keys, values
 
 
 def _empty_like(tensor: Tensor) -> Tensor:
@@ -67,63 +92,66 @@ def _empty_like(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor.transpose(1, 2)).transpose(1, 2)
 
 
-def _strides(tensor: Tensor) -> tuple[int, ...]:
-    return tensor.stride()[:3]  # the last is 1
+def _heads(tensor: Tensor) -> Heads:
+    return Heads(tensor, *tensor.stride()[:3])  # the last is 1
+
+
+def _tile(chosen: tuple[int, int, int, int], queries: Tensor, is_causal: bool) -> tuple[Tile, dict[str, int]]:
+    rows, columns, warps, stages = chosen
+    length, width = queries.shape[2:]
+    tile = Tile(*map(tl.constexpr, (rows, columns, width, is_causal, length % max(rows, columns) == 0)))
+    return tile, {"num_warps": warps, "num_stages": stages}
 
 
 @triton.jit
-def _head(tensor, per_sample, per_head, num_heads):
+def _rows(heads, num_heads):
     """Where the rows of this program's head begin."""
     head = tl.program_id(1)
-    return tensor + (head // num_heads).to(tl.int64) * per_sample + (head % num_heads).to(tl.int64) * per_head
+    return heads.data + (head // num_heads).to(tl.int64) * heads.sample + (head % num_heads).to(tl.int64) * heads.head
 
 
 @triton.jit
-def _load(rows, row, stride, length, EVEN: tl.constexpr, WIDTH: tl.constexpr):
-    """Some rows of a head; those behind the end are zero."""
-    at = rows + row[:, None] * stride + tl.arange(0, WIDTH)[None, :]
-    return tl.load(at) if EVEN else tl.load(at, mask=(row < length)[:, None], other=0.0)
+def _load(heads, row, sizes, EVEN: tl.constexpr, WIDTH: tl.constexpr):
+    """Some rows of this program's head; those behind the end are zero."""
+    at = _rows(heads, sizes.num_heads) + row[:, None] * heads.row + tl.arange(0, WIDTH)[None, :]
+    return tl.load(at) if EVEN else tl.load(at, mask=(row < sizes.length)[:, None], other=0.0)
 
 
 @triton.jit
-def _store(rows, row, stride, numbers, length, WIDTH: tl.constexpr):
-    at = rows + row[:, None] * stride + tl.arange(0, WIDTH)[None, :]
-    tl.store(at, numbers.to(rows.dtype.element_ty), mask=(row < length)[:, None])
+def _store(heads, row, numbers, sizes, WIDTH: tl.constexpr):
+    at = _rows(heads, sizes.num_heads) + row[:, None] * heads.row + tl.arange(0, WIDTH)[None, :]
+    tl.store(at, numbers.to(heads.data.dtype.element_ty), mask=(row < sizes.length)[:, None])
 
 
 @triton.jit
-def _forward(
-    queries, keys, values, out, logsumexp, num_heads, length, scale,
-    q_sample, q_head, q_row, k_sample, k_head, k_row, v_sample, v_head, v_row, o_sample, o_head, o_row,
-    CAUSAL: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+def _forward(inputs, out, logsumexp, sizes, tile):
     """The output of one block of queries: first the keys that all of them see, then those that some do not."""
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # the longest first, where later queries see more keys
-    query = first + tl.arange(0, ROWS)
-    q = _load(_head(queries, q_sample, q_head, num_heads), query, q_row, length, EVEN, WIDTH)
-    k_rows = _head(keys, k_sample, k_head, num_heads)
-    v_rows = _head(values, v_sample, v_head, num_heads)
-    total = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
-    top = tl.full([ROWS], float("-inf"), dtype=tl.float32)
-    sums = tl.zeros([ROWS], dtype=tl.float32)
-    seen = (first if CAUSAL else length) // COLUMNS * COLUMNS
-    for at in tl.range(0, seen, COLUMNS):
-        key = at + tl.arange(0, COLUMNS)
-        k = _load(k_rows, key, k_row, length, True, WIDTH)
-        v = _load(v_rows, key, v_row, length, True, WIDTH)
-        total, top, sums = _add_keys(tl.dot(q, tl.trans(k)) * (scale * LOG2E), v, total, top, sums)
-    for at in tl.range(seen, tl.minimum(first + ROWS, length) if CAUSAL else length, COLUMNS):
-        key = at + tl.arange(0, COLUMNS)
-        k = _load(k_rows, key, k_row, length, EVEN, WIDTH)
-        v = _load(v_rows, key, v_row, length, EVEN, WIDTH)
-        is_seen = key[None, :] < length
-        if CAUSAL:
+    queries, keys, values = inputs
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * tile.rows  # the longest first: later queries see more keys
+    query = first + tl.arange(0, tile.rows)
+    q = _load(queries, query, sizes, tile.is_even, tile.width)
+    total = tl.zeros([tile.rows, tile.width], dtype=tl.float32)
+    top = tl.full([tile.rows], float("-inf"), dtype=tl.float32)
+    sums = tl.zeros([tile.rows], dtype=tl.float32)
+    seen = (first if tile.is_causal else sizes.length) // tile.columns * tile.columns
+    for at in tl.range(0, seen, tile.columns):
+        key = at + tl.arange(0, tile.columns)
+        k = _load(keys, key, sizes, True, tile.width)
+        v = _load(values, key, sizes, True, tile.width)
+        total, top, sums = _add_keys(tl.dot(q, tl.trans(k)) * (sizes.scale * LOG2E), v, total, top, sums)
+    end = tl.minimum(first + tile.rows, sizes.length) if tile.is_causal else sizes.length
+    for at in tl.range(seen, end, tile.columns):
+        key = at + tl.arange(0, tile.columns)
+        k = _load(keys, key, sizes, tile.is_even, tile.width)
+        v = _load(values, key, sizes, tile.is_even, tile.width)
+        is_seen = key[None, :] < sizes.length
+        if tile.is_causal:
             is_seen = is_seen & (query[:, None] >= key[None, :])
-        scores = tl.where(is_seen, tl.dot(q, tl.trans(k)) * (scale * LOG2E), -1e30)
+        scores = tl.where(is_seen, tl.dot(q, tl.trans(k)) * (sizes.scale * LOG2E), -1e30)
         total, top, sums = _add_keys(scores, v, total, top, sums)
-    _store(_head(out, o_sample, o_head, num_heads), query, o_row, total / sums[:, None], length, WIDTH)
-    at_sum = logsumexp + tl.program_id(1).to(tl.int64) * length + query
-    tl.store(at_sum, (top + tl.math.log2(sums)) / LOG2E, mask=query < length)
+    _store(out, query, total / sums[:, None], sizes, tile.width)
+    at_sum = logsumexp + tl.program_id(1).to(tl.int64) * sizes.length + query
+    tl.store(at_sum, (top + tl.math.log2(sums)) / LOG2E, mask=query < sizes.length)
 
 
 @triton.jit
@@ -137,82 +165,68 @@ def _add_keys(scores, v, total, top, sums):
 
 
 @triton.jit
-def _delta(
-    out, gradient, delta, num_heads, length,
-    out_sample, out_head, out_row, gradient_sample, gradient_head, gradient_row,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+def _delta(out, gradient, delta, sizes, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """The sum over each row of the output times its gradient."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    x = _load(_head(out, out_sample, out_head, num_heads), row, out_row, length, False, WIDTH).to(tl.float32)
-    y = _load(_head(gradient, gradient_sample, gradient_head, num_heads), row, gradient_row, length, False, WIDTH)
-    tl.store(delta + tl.program_id(1).to(tl.int64) * length + row, tl.sum(x * y.to(tl.float32), 1), mask=row < length)
+    x = _load(out, row, sizes, False, WIDTH).to(tl.float32)
+    y = _load(gradient, row, sizes, False, WIDTH).to(tl.float32)
+    at = delta + tl.program_id(1).to(tl.int64) * sizes.length + row
+    tl.store(at, tl.sum(x * y, 1), mask=row < sizes.length)
 
 
 @triton.jit
-def _keys_and_values(
-    queries, keys, values, gradient, logsumexp, delta,
-    d_queries, d_keys, d_values, num_heads, length, scale,
-    q_sample, q_head, q_row, k_sample, k_head, k_row,
-    v_sample, v_head, v_row, g_sample, g_head, g_row,
-    dq_sample, dq_head, dq_row, dk_sample, dk_head, dk_row,
-    dv_sample, dv_head, dv_row,
-    CAUSAL: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+def _of_queries(sums, query, sizes):
+    """For each query the logarithm of base 2 of its sum of exponentials, and its delta."""
+    logsumexp, delta = sums
+    at, is_there = tl.program_id(1).to(tl.int64) * sizes.length + query, query < sizes.length
+    lse = tl.load(logsumexp + at, mask=is_there, other=float("inf")) * LOG2E
+    return lse, tl.load(delta + at, mask=is_there, other=0.0)
+
+
+@triton.jit
+def _keys_and_values(given, sums, found, sizes, tile):
     """The gradients of one block of keys and values: the sum over all queries that see it."""
-    first = tl.program_id(0) * COLUMNS
-    key, row = first + tl.arange(0, COLUMNS), tl.arange(0, ROWS)
-    k = _load(_head(keys, k_sample, k_head, num_heads), key, k_row, length, EVEN, WIDTH)
-    v = _load(_head(values, v_sample, v_head, num_heads), key, v_row, length, EVEN, WIDTH)
-    dk = tl.zeros([COLUMNS, WIDTH], dtype=tl.float32)
-    dv = tl.zeros([COLUMNS, WIDTH], dtype=tl.float32)
-    q_rows = _head(queries, q_sample, q_head, num_heads)
-    g_rows = _head(gradient, g_sample, g_head, num_heads)
-    per_head = tl.program_id(1).to(tl.int64) * length
-    for at in tl.range((first // ROWS) * ROWS if CAUSAL else 0, length, ROWS):
+    queries, keys, values, gradient = given
+    first = tl.program_id(0) * tile.columns
+    key, row = first + tl.arange(0, tile.columns), tl.arange(0, tile.rows)
+    k = _load(keys, key, sizes, tile.is_even, tile.width)
+    v = _load(values, key, sizes, tile.is_even, tile.width)
+    dk = tl.zeros([tile.columns, tile.width], dtype=tl.float32)
+    dv = tl.zeros([tile.columns, tile.width], dtype=tl.float32)
+    for at in tl.range((first // tile.rows) * tile.rows if tile.is_causal else 0, sizes.length, tile.rows):
         query = at + row
-        q = _load(q_rows, query, q_row, length, EVEN, WIDTH)
-        g = _load(g_rows, query, g_row, length, EVEN, WIDTH)
-        lse = tl.load(logsumexp + per_head + query, mask=query < length, other=float("inf"))
-        d = tl.load(delta + per_head + query, mask=query < length, other=0.0)
-        p = tl.math.exp2(tl.dot(k, tl.trans(q)) * (scale * LOG2E) - lse[None, :] * LOG2E)
-        if CAUSAL:
+        q = _load(queries, query, sizes, tile.is_even, tile.width)
+        g = _load(gradient, query, sizes, tile.is_even, tile.width)
+        lse, delta = _of_queries(sums, query, sizes)
+        p = tl.math.exp2(tl.dot(k, tl.trans(q)) * (sizes.scale * LOG2E) - lse[None, :])
+        if tile.is_causal:
             p = tl.where(query[None, :] >= key[:, None], p, 0.0)
         dv += tl.dot(p.to(g.dtype), g)
-        ds = p * (tl.dot(v, tl.trans(g)) - d[None, :])
+        ds = p * (tl.dot(v, tl.trans(g)) - delta[None, :])
         dk += tl.dot(ds.to(q.dtype), q)
-    _store(_head(d_keys, dk_sample, dk_head, num_heads), key, dk_row, dk * scale, length, WIDTH)
-    _store(_head(d_values, dv_sample, dv_head, num_heads), key, dv_row, dv, length, WIDTH)
+    _store(found[0], key, dk * sizes.scale, sizes, tile.width)
+    _store(found[1], key, dv, sizes, tile.width)
 
 
 @triton.jit
-def _queries(
-    queries, keys, values, gradient, logsumexp, delta,
-    d_queries, d_keys, d_values, num_heads, length, scale,
-    q_sample, q_head, q_row, k_sample, k_head, k_row,
-    v_sample, v_head, v_row, g_sample, g_head, g_row,
-    dq_sample, dq_head, dq_row, dk_sample, dk_head, dk_row,
-    dv_sample, dv_head, dv_row,
-    CAUSAL: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+def _queries(given, sums, d_queries, sizes, tile):
     """The gradients of one block of queries: the sum over all keys that it sees."""
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # the longest first, where later queries see more keys
-    query, offset = first + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    q = _load(_head(queries, q_sample, q_head, num_heads), query, q_row, length, EVEN, WIDTH)
-    g = _load(_head(gradient, g_sample, g_head, num_heads), query, g_row, length, EVEN, WIDTH)
-    per_head = tl.program_id(1).to(tl.int64) * length
-    lse = tl.load(logsumexp + per_head + query, mask=query < length, other=float("inf")) * LOG2E
-    d = tl.load(delta + per_head + query, mask=query < length, other=0.0)
-    dq = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
-    k_rows = _head(keys, k_sample, k_head, num_heads)
-    v_rows = _head(values, v_sample, v_head, num_heads)
-    for at in tl.range(0, tl.minimum(first + ROWS, length) if CAUSAL else length, COLUMNS):
-        key = at + offset
-        k = _load(k_rows, key, k_row, length, EVEN, WIDTH)
-        v = _load(v_rows, key, v_row, length, EVEN, WIDTH)
-        p = tl.math.exp2(tl.dot(q, tl.trans(k)) * (scale * LOG2E) - lse[:, None])
-        if CAUSAL:
+    queries, keys, values, gradient = given
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * tile.rows  # the longest first: later queries see more keys
+    query = first + tl.arange(0, tile.rows)
+    q = _load(queries, query, sizes, tile.is_even, tile.width)
+    g = _load(gradient, query, sizes, tile.is_even, tile.width)
+    lse, delta = _of_queries(sums, query, sizes)
+    dq = tl.zeros([tile.rows, tile.width], dtype=tl.float32)
+    for at in tl.range(
+        0, tl.minimum(first + tile.rows, sizes.length) if tile.is_causal else sizes.length, tile.columns
+    ):
+        key = at + tl.arange(0, tile.columns)
+        k = _load(keys, key, sizes, tile.is_even, tile.width)
+        v = _load(values, key, sizes, tile.is_even, tile.width)
+        p = tl.math.exp2(tl.dot(q, tl.trans(k)) * (sizes.scale * LOG2E) - lse[:, None])
+        if tile.is_causal:
             p = tl.where(query[:, None] >= key[None, :], p, 0.0)
-        ds = p * (tl.dot(g, tl.trans(v)) - d[:, None])
+        ds = p * (tl.dot(g, tl.trans(v)) - delta[:, None])
         dq += tl.dot(ds.to(k.dtype), k)
-    _store(_head(d_queries, dq_sample, dq_head, num_heads), query, dq_row, dq * scale, length, WIDTH)
+    _store(d_queries, query, dq * sizes.scale, sizes, tile.width)

@@ -52,6 +52,13 @@ class WarmUp:
         """A shard was computed, for which so much memory was reserved; later ones use that of the first again."""
         self.num_shards, self.bytes_of_shard = self.num_shards + 1, max(self.bytes_of_shard, reserved)
 
+    def num_streams(self) -> int:
+        """Streams for all shards, or for as many (2, 4 or 8) as take no more memory than that; two at least."""
+        number = NUM_STREAMS
+        while number > NUM_LARGE and min(number, self.num_shards) * self.bytes_of_shard > SIDE_BY_SIDE_BYTES:
+            number //= 2
+        return number
+
 
 class TorchGraphCapture:
     """Shards are launched on side streams, everything else on the main stream."""
@@ -119,8 +126,7 @@ class TorchGraphCapture:
                 run()
             finally:
                 found, self._warm_up = self._warm_up, None
-            fits = found.num_shards * found.bytes_of_shard <= SIDE_BY_SIDE_BYTES
-            self._num_streams = 1 if self._is_serial else NUM_STREAMS if fits else NUM_LARGE
+            self._num_streams = 1 if self._is_serial else found.num_streams()
             self._main.synchronize()
             torch.cuda.empty_cache()  # the graph has memory of its own
         self._main.synchronize()

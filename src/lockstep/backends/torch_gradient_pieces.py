@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lockstep.backends.protocol import Pieces
 from lockstep.backends.torch_kernels import add_gradients, is_aligned
+from lockstep.backends.torch_large_vectors import empty_vector
 from lockstep.core.layout import Layout
 
 
@@ -47,7 +48,7 @@ class GradientPieces(Pieces):
 
     def _empty(self) -> tuple[Tensor, Sequence[Tensor]]:
         """A vector whose gaps are zero, and a view of each parameter's part."""
-        vector = torch.empty(self._layout.size, dtype=torch.float32, device=self._device)
+        vector = empty_vector(self._layout.size, self._device)
         split = vector.split(self._layout.pieces)
         if gaps := [gap for gap in split[1::2] if len(gap)]:
             torch._foreach_zero_(gaps)

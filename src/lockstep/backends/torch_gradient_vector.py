@@ -1,6 +1,7 @@
 """A gradient as one flat vector that backward fills, so that its buckets can be exchanged before it is complete."""
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -60,3 +61,22 @@ class GradientVector:
         event.record(torch.cuda.current_stream(self._device))
         synchronize: Callable[[], None] = event.synchronize
         return synchronize
+
+
+@cache
+def gaps_of(layout: Layout, device: torch.device) -> list[Tensor]:
+    """The zeros after each parameter."""
+    return _for_all_streams([torch.zeros(size, device=device) for size in layout.pieces[1::2]])
+
+
+@cache
+def one(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The gradient of the loss: kept, as every shard needs it."""
+    return _for_all_streams([torch.ones((), dtype=dtype, device=device)])[0]
+
+
+def _for_all_streams(tensors: list[Tensor]) -> list[Tensor]:
+    """The same tensors, once they are filled: any stream may read them."""
+    if tensors[0].is_cuda:
+        torch.cuda.current_stream(tensors[0].device).synchronize()
+    return tensors

@@ -14,6 +14,9 @@ import torch
 from lockstep.backends.malloc import freed_memory_kept
 from lockstep.backends.process_settings import one_at_a_time
 from lockstep.backends.torch_attention import deterministic_attention
+from lockstep.backends.torch_batch_norm import fast_batch_norm
+from lockstep.backends.torch_column_sum import fast_column_sums
+from lockstep.backends.torch_large_vectors import large_vectors_kept
 from lockstep.core.device import Device
 from lockstep.core.this_thread import THIS_THREAD
 
@@ -34,6 +37,7 @@ def deterministic_session(devices: list[Device]) -> Iterator[None]:
         undo.callback(random.setstate, random.getstate())  # PyTorch draws from it on lazy imports
         one_intra_op_thread()  # the calling thread too: its setting is that of the matrix products of all threads
         undo.enter_context(freed_memory_kept())
+        undo.enter_context(large_vectors_kept())
         if torch.cuda.is_initialized():
             undo.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
         # not `torch.use_deterministic_algorithms`: that imports the compiler, for a setting that we give it ourselves
@@ -61,6 +65,8 @@ def deterministic_session(devices: list[Device]) -> Iterator[None]:
             enable(is_deterministic)
         if any(device.kind == "cuda" for device in devices):
             undo.enter_context(deterministic_attention())
+            undo.enter_context(fast_batch_norm())
+            undo.enter_context(fast_column_sums())
         for operation in _with_precision():
             _set(undo, operation, "fp32_precision", "ieee")  # no TF32, no bfloat16 inside
         for number in {device.number for device in devices if device.kind == "cuda"}:

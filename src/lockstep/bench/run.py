@@ -1,5 +1,6 @@
 """`lockstep bench` from end to end: settings are checked, contenders measured, results saved."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,14 @@ def split_names(text: str) -> list[str]:
     ['lenet', 'resnet18']
     """
     return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+
+
+def check_writable(folder: Path) -> None:
+    """Refuses a folder that results cannot be written to, before anything is measured."""
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        why = "is not writable" if nearest.is_dir() else "is a file"
+        raise ConfigError(f"Results cannot be written to {folder}: {nearest} {why}. Choose another --out.")
 
 
 def save_results(result: dict[str, Any], tables: list[Table], folder: Path) -> list[Path]:

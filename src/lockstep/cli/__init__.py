@@ -1,5 +1,6 @@
 """The command line: one command a file. `lockstep --help` imports no framework and answers at once."""
 
+import os
 import sys
 from itertools import pairwise
 from typing import Any, NoReturn
@@ -12,15 +13,18 @@ from lockstep.cli.data import data
 from lockstep.cli.devices import devices
 from lockstep.cli.errors import exit_with, is_reported_elsewhere, plain_errors
 from lockstep.cli.evaluate import evaluate
+from lockstep.cli.explain import explain
+from lockstep.cli.plan import plan
+from lockstep.cli.report import report
+from lockstep.cli.runs import runs
 from lockstep.cli.train import train
 
 app = typer.Typer(
-    add_completion=False,
-    rich_markup_mode=None,  # the decorated help costs 0.1 s at every start
+    rich_markup_mode="rich",  # loaded when help is shown, not before
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (train, evaluate, compare, bench, devices, data):
+for command in (train, plan, explain, evaluate, compare, report, runs, bench, devices, data):
     app.command()(command)
 
 
@@ -34,13 +38,15 @@ def lockstep(
 
         typer.echo(f"lockstep {__version__}")
     elif context.invoked_subcommand is None:
-        typer.echo(context.get_help())
+        context.get_help()  # which prints it
 
 
 def main(arguments: list[str] | None = None) -> None:
     """The program `lockstep`."""
     arguments = sys.argv[1:] if arguments is None else arguments
     command = typer.main.get_command(app)
+    if "_LOCKSTEP_COMPLETE" in os.environ:  # a shell asks what could follow
+        app(prog_name="lockstep")
     status = 0
     with plain_errors():
         try:  # not the library's own `main`, which has other exit statuses for an interrupt and a closed pipe

@@ -1,6 +1,7 @@
 """`lockstep bench`: our step against others on the same model, data, batch and devices, and our exchanges."""
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,23 +36,29 @@ def bench(
         int | None,
         typer.Option(help="Samples of a step. Default: 256, but 64 for resnet18 on CPUs.", show_default=False),
     ] = None,
-    precision: Annotated[str, typer.Option(help="Precision, as in `lockstep train`; lenet always uses fp32.")] = "fp32",
+    precision: Annotated[
+        str, typer.Option(help="fp32, tf32 or bf16, as in `lockstep train`; lenet always uses fp32.")
+    ] = "fp32",
     data: Annotated[str, typer.Option(help="The images: fashion-mnist or fashion-mnist-mini.")] = "fashion-mnist",
     more: Annotated[
         list[str] | None,
         typer.Option("--set", help="More settings of our own run, like exchange=tree.", show_default=False),
     ] = None,
     exchanges: Annotated[bool, typer.Option(help="Measure the exchanges against all_reduce too.")] = True,
-    out: Annotated[Path, typer.Option(help="Folder for the results and the plot.")] = Path("benchmarks/results"),
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the results and the plot. Default: a new one below runs/.", show_default=False),
+    ] = None,
     json: options.Json = False,
     **settings: Any,
 ) -> None:
     """Benchmark a training step against DDP, Fabric and Accelerate."""
-    from lockstep.bench.run import run_bench, save_results
+    from lockstep.bench.run import check_writable, run_bench, save_results
     from lockstep.bench.workload import parse_settings
     from lockstep.core.errors import RunError
-    from lockstep.report.runlog import to_json
+    from lockstep.report.runlog import new_folder, to_json
 
+    check_writable(Path("runs") if out is None else out)
     result, tables = run_bench(
         devices=settings["devices"],
         models=models,
@@ -67,7 +74,8 @@ def bench(
         data_dir=None if settings["data_dir"] is None else str(settings["data_dir"].resolve()),
         settings=parse_settings(more or []),
     )
-    paths = save_results(result, tables, out)
+    with nullcontext(out) if out else new_folder("bench") as folder:
+        paths = save_results(result, tables, folder)
     if json:
         typer.echo(to_json(result))
     else:

@@ -1,4 +1,4 @@
-"""`lockstep compare`: the text's first two exercises, a sweep over device counts, batch sizes and learning rates."""
+"""`lockstep compare`: the text's first two exercises, a sweep of runs; or runs that are there already, compared."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -9,36 +9,79 @@ import typer
 from lockstep.cli import options
 
 
-@options.with_settings("epochs", "model", "data", "data_dir", "shards", "seed", "backend", "exchange")
+@options.with_settings("epochs", "model", "data", "data_dir", "seed", "backend")
 def compare(
+    *,
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Folders of finished runs. Without any, a sweep of runs is trained.", show_default=False),
+    ] = None,
     devices: Annotated[str, typer.Option(help="Numbers of devices, like 1,2.")] = "1,2",
     batch_size: Annotated[str, typer.Option(help="Batch sizes, like 256 or 128,256.")] = "256",
-    lr: Annotated[str, typer.Option(help="Learning rates, like 0.2 or 0.1,0.2,0.4.")] = "0.2",
+    lr: Annotated[
+        str | None,
+        typer.Option(
+            help="Learning rates, like 0.2 or 0.1,0.2,0.4. Default: 0.2; adam, adamw: 0.001.", show_default=False
+        ),
+    ] = None,
     scale_batch: Annotated[
         bool, typer.Option("--scale-batch", help="On k devices, take batches k times as large.")
     ] = False,
+    target: Annotated[
+        float | None,
+        typer.Option(
+            help="The test accuracy that samples and seconds are counted to. Default: 95 % of the best.",
+            show_default=False,
+        ),
+    ] = None,
+    shards: Annotated[str, typer.Option(help="Numbers of shards, like 8 or 4,8.")] = "8",
+    optimizer: Annotated[str, typer.Option(help="Optimizers, like sgd or sgd,adamw.")] = "sgd",
+    exchange: Annotated[str, typer.Option(help="All-reduce algorithms, like sharded,tree.")] = "sharded",
+    engine: Annotated[str, typer.Option(help="Engines, like inprocess,processes.")] = "auto",
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for compare.csv and compare.png. Default: a new one below runs/.", show_default=False
+            help="Folder for compare.csv, compare.png and the runs. Default: a new one below runs/.", show_default=False
         ),
     ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the comparison in --out: what is finished is not trained again.")
+    ] = False,
+    quiet: options.Quiet = False,
     json: options.Json = False,
     **settings: Any,
 ) -> None:
-    """Train a sweep of runs and compare accuracy and time."""
+    """Train a sweep of runs and compare accuracy and time; or compare finished runs."""
     from lockstep.config import RunConfig
-    from lockstep.report.runlog import new_folder, to_json
-    from lockstep.training.sweep import make_sweep, run_sweep, save_sweep, sentence, table
+    from lockstep.core.errors import ConfigError
+    from lockstep.report.runlog import check_folder, new_folder, to_json
+    from lockstep.training.sweep import compare_recorded, make_sweep, run_sweep
+    from lockstep.training.time_to_target import check_target
 
-    base = RunConfig(checkpoint_every=0, **options.config_settings(settings))
-    sweep = make_sweep(base, devices, batch_size, lr, scale_batch)
-    with nullcontext(out) if out else new_folder("compare") as folder:
-        rows = run_sweep(sweep, folder)
-        save_sweep(rows, folder)
+    if resume and out is None:
+        raise ConfigError("There is no comparison to resume. Name its folder: --out runs/NAME.")
+    check_target(target, is_accuracy=not runs)
+    if runs:
+        found = compare_recorded(runs)
+        found.wanted = target
+        if out is not None:
+            check_folder(out)
+            out.mkdir(parents=True, exist_ok=True)
+        with nullcontext(out) if out else new_folder("compare") as folder:
+            found.save(folder)
+    else:
+        grid = {"devices": devices, "batch_size": batch_size, "shards": shards, "optimizer": optimizer}
+        grid |= {"exchange": exchange, "engine": engine, **({} if lr is None else {"lr": lr})}
+        base = RunConfig(keep_checkpoints=1, **options.config_settings(settings))
+        sweep = make_sweep(base, {**grid}, scale_batch)
+        with nullcontext(out) if out else new_folder("compare") as folder:
+            found = run_sweep(sweep, folder, quiet=quiet, resume=resume)
+            found.wanted = target
+            found.save(folder)
     if json:
-        typer.echo(to_json({"rows": [row.plain() for row in rows], "sentence": sentence(rows), "out": folder}))
+        typer.echo(
+            to_json({"rows": found.plain(), "target": found.target.value, "sentence": found.sentence(), "out": folder})
+        )
         return
-    typer.echo(table(rows))
-    typer.echo(sentence(rows))
+    typer.echo(found)
     typer.echo(f"{folder / 'compare.csv'}, {folder / 'compare.png'}")

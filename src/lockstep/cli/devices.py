@@ -72,5 +72,6 @@ def _advice(backend: "Backend", hardware: "list[Hardware]") -> str:
     num_gpus, num_cores = len(hardware) - 1, hardware[-1].num_cores
     gpus = f"No GPU is visible to {backend.name} {backend.version()}."
     if num_gpus:
-        gpus = f"--devices {num_gpus} uses {'the GPU' if num_gpus == 1 else f'all {num_gpus} GPUs'}."
+        them = "the GPU" if num_gpus == 1 else f"all {num_gpus} GPUs"
+        gpus = f"--devices {num_gpus} uses {them}; a larger number lists {'it' if num_gpus == 1 else 'them'} again."
     return f"{gpus} Logical CPU devices: as many as you like; more than {num_cores} share cores and bring no speed."

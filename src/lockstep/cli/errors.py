@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from lockstep.core.errors import Interrupted, LockstepError, RankError, RankTimeout
+from lockstep.core.errors import Interrupted, LockstepError, RankError
 from lockstep.core.files import printable
 from lockstep.core.source_lines import user_traceback
 from lockstep.core.torchrun_env import torchrun_env
@@ -20,14 +20,12 @@ def plain_errors() -> Iterator[None]:
         yield
     except LockstepError as error:
         if is_reported_elsewhere() if error.is_reported is None else error.is_reported:
-            raise SystemExit(error.exit_status) from None
+            _exit(error)
         cause = error.__cause__ if isinstance(error, RankError) else None
         if trace := error.trace if cause is None else user_traceback(cause):
             print(trace, file=sys.stderr)
-        if isinstance(error, RankTimeout):  # the thread that hangs would block a normal exit, or crash in it
-            print(f"lockstep: {error}.", file=sys.stderr, flush=True)
-            os._exit(error.exit_status)
-        exit_with(str(error), error.exit_status)
+        print(f"lockstep: {printable(str(error))}", file=sys.stderr, flush=True)
+        _exit(error)
     except KeyboardInterrupt:
         exit_with("interrupted.", Interrupted.exit_status)
     except BrokenPipeError:  # the reader of standard output has gone (`| head`)
@@ -36,6 +34,12 @@ def plain_errors() -> Iterator[None]:
     except OSError as problem:  # standard output is full or closed: files have errors of their own
         _discard_standard_output()
         exit_with(f"standard output cannot be written: {problem.strerror}.", LockstepError.exit_status)
+
+
+def _exit(error: LockstepError) -> NoReturn:
+    if error.ends_at_once:
+        os._exit(error.exit_status)
+    raise SystemExit(error.exit_status) from None
 
 
 def is_reported_elsewhere() -> bool:

@@ -11,6 +11,7 @@ from lockstep.config import TYPES, field_of, settings_in
 from lockstep.core.settings import flag_of, help_of, option_of
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, nothing else.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress: only the result, and errors.")]
 
 
 def with_settings(*options: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -31,11 +32,31 @@ def parameter_of(spec: "Field[Any]") -> inspect.Parameter:
     annotation, flag = TYPES[spec.name], flag_of(spec)
     if str in get_args(annotation):  # a number, or a list of devices
         annotation = str | None
-    if annotation is bool and spec.default:
+    if annotation is bool:  # a run that is resumed has it, unless told otherwise
         flag = f"{flag}/--no-{flag[2:]}"
-    annotation = Annotated[annotation, typer.Option(flag, help=help_of(spec), show_default=spec.default is not None)]
+    option = typer.Option(
+        flag,
+        help=help_of(spec),
+        show_default=spec.default is not None,
+        rich_help_panel=spec.metadata["group"],
+        autocompletion=completions_of(spec),
+    )
+    annotation = Annotated[annotation, option]
     keyword = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(option_of(spec), keyword, default=spec.default, annotation=annotation)
+
+
+def completions_of(spec: "Field[Any]") -> Callable[[str], list[str]] | None:
+    """What a shell offers as the value of a setting: its choices, where it has some."""
+    names = list(spec.metadata["choices"] or {})
+    return (lambda incomplete: [name for name in names if name.startswith(incomplete)]) if names else None
+
+
+def given_settings(context: typer.Context) -> set[str]:
+    """The settings that were given on the command line, by their names in `RunConfig`."""
+    known = {option_of(each): each.name for each in settings_in()}
+    chosen = [name for name in context.params if str(context.get_parameter_source(name)) != "ParameterSource.DEFAULT"]
+    return {known[name] for name in chosen if name in known}
 
 
 def config_settings(options: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """`lockstep train`: the text's experiment, or a model and data of your own, on k devices."""
 
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,54 +13,92 @@ from lockstep.cli import options
 @options.with_settings()
 def train(
     context: typer.Context,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            help="A .toml file with settings by the names of these options, or the config.json of a run. What is given "
+            "on the command line counts more.",
+            show_default=False,
+        ),
+    ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume the run in --out, on any devices; settings default to its own.")
     ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, say what would be trained, and train nothing.")
+    ] = False,
+    quiet: options.Quiet = False,
     json: options.Json = False,
     **settings: Any,
 ) -> None:
     """Train a model and record the run."""
+    from lockstep.cli.config_file import read_config
     from lockstep.config import RunConfig
     from lockstep.core.torchrun_env import prints_result
     from lockstep.report.runlog import new_folder, to_json
+    from lockstep.training.dry_run import dry_run as without_training
     from lockstep.training.run import run
 
-    chosen = options.config_settings(settings)
+    chosen, given = options.config_settings(settings), options.given_settings(context)
+    if config is not None:
+        in_file = {name: value for name, value in read_config(config).items() if name not in given}
+        chosen, given = chosen | in_file, given | set(in_file)
     if resume and chosen["out"] is not None:
-        chosen |= recorded_settings(context, chosen["out"])
+        recorded = recorded_settings(Path(chosen["out"]), given)
+        chosen |= for_other_devices(recorded, {name: chosen[name] for name in given})
+    if dry_run:
+        described = without_training(RunConfig(**chosen), resume)
+        typer.echo(to_json(described.facts) if json else "\n".join(described.lines))
+        return
     is_named = resume or chosen["out"] is not None
     with nullcontext(chosen["out"]) if is_named else new_folder(name_of(chosen)) as chosen["out"]:
-        result = run(RunConfig(**chosen), resume=resume)
+        result = run(RunConfig(**chosen), quiet=quiet, resume=resume)
     if prints_result():
         typer.echo(to_json(result.summary()) if json else result.lines())
 
 
-def recorded_settings(context: typer.Context, folder: Path) -> dict[str, Any]:
+def recorded_settings(folder: Path, given: set[str]) -> dict[str, Any]:
     """The settings of the run in `folder` that are not given now. A file never names code to run."""
-    from lockstep.config import field_of, settings_in
-    from lockstep.core.entry_points import is_entry_point
+    from lockstep.cli.config_file import known_settings, refuse_code
+    from lockstep.config import settings_in
     from lockstep.core.errors import ConfigError
     from lockstep.core.settings import IDENTITY
     from lockstep.report.runlog import read_settings
 
-    names = {option: field_of(option).name for option in context.params if option not in ("out", "resume", "json")}
-    given = {names[o] for o in names if str(context.get_parameter_source(o)) != "ParameterSource.DEFAULT"}
-    identity = {each.name for each in settings_in(IDENTITY)}
-    if not (folder / "config.json").is_file():
-        if not given & identity:
+    if not os.path.isfile(folder / "config.json"):  # False, not an error, where it cannot be looked at
+        if not given & {each.name for each in settings_in(IDENTITY)}:
             raise ConfigError(f"There is no run in {folder} to resume. To start one there, give its settings.")
         return {}
-    recorded = read_settings(folder)
-    found = {name: recorded[name] for name in names.values() if name in recorded and name not in given}
-    named = [(name, value) for name, value in found.items() if name in identity and isinstance(value, str)]
-    if own := [(n, v) for n, v in named if is_entry_point(v) or v.endswith(" given in Python")]:
-        wanted = " ".join(f"--{n} {v if is_entry_point(v) else 'package.file:function'}" for n, v in own)
-        what = " and ".join(f"{name} {value}" for name, value in own)
-        raise ConfigError(
-            f"The run in {folder} has code of your own: {what}. Lockstep never imports code that only config.json "
-            f"names: add {wanted}."
-        )
+    found = {n: value for n, value in known_settings(read_settings(folder)).items() if n not in given}
+    refuse_code(found, f"The run in {folder}")
     return found
+
+
+def for_other_devices(recorded: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Recorded settings, without those of a split that is not the one of now: devices, split and stages are one choice.
+
+    >>> for_other_devices({"devices": 3}, {"split": "data=2,network=2"})
+    {}
+    >>> for_other_devices({"split": "network=4", "stages": "b,c,d"}, {"devices": 2})
+    {'split': 'network'}
+    """
+    from lockstep.partition.grid import AUTO, num_devices_of, parse_split
+
+    split = given.get("split", recorded.get("split"))
+    wanted = None if split in (None, AUTO) else num_devices_of(split)
+    others = {name: value for name, value in recorded.items() if name != "stages"}
+    if "split" in given:
+        return {name: value for name, value in others.items() if name != "devices" or wanted is None}
+    if split is None or wanted is None or given.get("devices") is None or _number_of(given["devices"]) == wanted:
+        return recorded
+    kinds = list(parse_split(split))
+    return others | {"split": kinds[0] if len(kinds) == 1 else AUTO}
+
+
+def _number_of(devices: Any) -> int:
+    """How many devices `--devices` names."""
+    return int(devices) if str(devices).isdecimal() else str(devices).count(",") + 1
 
 
 def name_of(settings: dict[str, Any]) -> str:

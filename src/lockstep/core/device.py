@@ -57,11 +57,13 @@ class Hardware(NamedTuple):
 def choose_devices(wanted: int | str | list[str], gpus: list[Device]) -> list[Device]:
     """The devices that `wanted` means on a machine with these `gpus`.
 
-    A number: that many GPUs if there are that many, else that many logical CPU devices. A list names them one by one;
-    the same GPU may be listed twice.
+    A number: that many GPUs; where there are fewer, each is listed more than once (logical devices, as on a CPU).
+    Without a GPU, that many logical CPU devices. A list names them one by one; the same GPU may be listed twice.
 
     >>> choose_devices(2, gpus=[])
     [cpu:0, cpu:1]
+    >>> choose_devices(3, gpus=[Device("cuda:0"), Device("cuda:1")])
+    [cuda:0, cuda:1, cuda:0]
     >>> choose_devices("cuda:0,cuda:0", gpus=[Device("cuda:0")])
     [cuda:0, cuda:0]
     """
@@ -72,7 +74,7 @@ def choose_devices(wanted: int | str | list[str], gpus: list[Device]) -> list[De
     if isinstance(wanted, int):
         if not 1 <= wanted <= MAX_DEVICES:
             raise DeviceError(f"{wanted} devices: give a number from 1 to {MAX_DEVICES}, or a list like cpu:0,cpu:1.")
-        return gpus[:wanted] if len(gpus) >= wanted else [Device(f"cpu:{i}") for i in range(wanted)]
+        return [gpus[i % len(gpus)] if gpus else Device(f"cpu:{i}") for i in range(wanted)]
     if not isinstance(wanted, list):
         raise DeviceError(f"{wanted!r} is neither a number of devices nor a list like cpu:0,cpu:1.")
     devices = [Device(name) for name in wanted]

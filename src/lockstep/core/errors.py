@@ -14,6 +14,8 @@ LockstepError
    `- Interrupted 130  ... because the user ended it
 """
 
+from typing import Any
+
 
 class LockstepError(Exception):
     """The base of all of them. The message is for the user."""
@@ -21,6 +23,7 @@ class LockstepError(Exception):
     exit_status = 1
     trace = ""  # the user's own traceback, where it comes from another process
     is_reported: bool | None = None  # another process has printed it already; None: not known
+    ends_at_once = False  # a thread hangs that would keep the program from ending, or crash in it
 
 
 class ConfigError(LockstepError):
@@ -82,11 +85,14 @@ class PeerFailure(RunError):
 class RankTimeout(RunError):
     """A thread of this process hangs, and cannot be ended without ending the process."""
 
+    ends_at_once = True
+
 
 class Interrupted(RunError):
-    """The user ended the run (Ctrl-C)."""
+    """The user ended the run (Ctrl-C). What was trained until then is its `result`, where there is one."""
 
     exit_status = 130
+    result: Any = None  # a Result
 
 
 def first_line(problem: BaseException) -> str:

@@ -1,10 +1,14 @@
-"""Ctrl-C and SIGTERM: the run stops after the step under way. A second one ends it at once."""
+"""Ctrl-C and SIGTERM: the run stops after the step under way. A second one ends it at once.
+
+The second one is a KeyboardInterrupt wherever the program is, because it may be in code that never ends. Who looks at
+`count` again and again needs none (`raises=False`): raised in a destructor or in `os.fork`, it would be lost.
+"""
 
 import contextlib
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Self
 
@@ -12,10 +16,17 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupts:
-    """While it is entered in the main thread, `requested` is whether the run is to stop."""
+    """While it is entered in the main thread, `requested` is whether the run is to stop, `count` how often."""
 
-    def __init__(self, notify: bool = False, signals: Sequence[signal.Signals] = SIGNALS) -> None:
-        self._notify, self._signals, self.requested = notify, signals, False
+    def __init__(
+        self, notify: bool = False, signals: Sequence[signal.Signals] = SIGNALS, *, raises: bool = True
+    ) -> None:
+        self._notify, self._signals, self._raises, self.count = notify, signals, raises, 0
+
+    @property
+    def requested(self) -> bool:
+        """Whether there was any signal."""
+        return self.count > 0
 
     def __enter__(self) -> Self:
         is_main = threading.current_thread() is threading.main_thread()
@@ -28,9 +39,31 @@ class Interrupts:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set by Python
 
     def _received(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
+        self.count += 1
+        if self.count > 1 and self._raises:
             raise KeyboardInterrupt
-        self.requested = True
-        if self._notify:
+        if self._notify and self.count == 1:
             with contextlib.suppress(OSError):  # not `print`: the signal may have come while that was writing
                 os.write(2, b"\nstopping after this step; press Ctrl-C again to end it now\n")
+
+
+@contextlib.contextmanager
+def undone_when_terminated() -> Iterator[None]:
+    """SIGTERM ends the program as `sys.exit` does, so that what was begun is undone; by itself it would end it at once.
+
+    Torchrun sends one to all ranks when one of them has failed, and these may not have come further than that one.
+    """
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)  # a second one would interrupt the undoing
+        raise SystemExit(128 + number)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -17,13 +17,15 @@ ALIGNMENT = 16  # float32 entries, 64 bytes: a parameter starts on a cache line,
 class Layout:
     """The names and shapes of the parameters, in model order, which decide where each one is in the flat vector.
 
-    A parameter starts at a multiple of `ALIGNMENT`; the entries between two parameters stay zero.
+    A parameter starts at a multiple of `ALIGNMENT`, and so does what would come after the last; the entries in between
+    stay zero. So a parameter is always in whole vector registers, whichever others are in the vector: some libraries
+    round differently in the rest of a loop.
 
     >>> layout = Layout(("W", "b"), ((3, 2), (2,)))
     >>> layout.pieces
-    (6, 10, 2)
+    (6, 10, 2, 14)
     >>> layout.size
-    18
+    32
     """
 
     names: tuple[str, ...]
@@ -31,9 +33,9 @@ class Layout:
 
     @property
     def pieces(self) -> tuple[int, ...]:
-        """The sizes to split the flat vector by: parameter, gap, parameter, gap, ..., parameter."""
+        """The sizes to split the flat vector by: parameter, gap, parameter, gap, ..."""
         sizes = [math.prod(shape) for shape in self.shapes]
-        return tuple(piece for size in sizes for piece in (size, -size % ALIGNMENT))[:-1]
+        return tuple(piece for size in sizes for piece in (size, -size % ALIGNMENT))
 
     @property
     def size(self) -> int:

@@ -60,3 +60,8 @@ def _make(path: Path) -> None:
             os.link(temporary, path)
     finally:
         temporary.unlink()
+
+
+def proof_of(secret: bytes, source: int, target: int, nonce: bytes) -> bytes:
+    """That rank `source` has the secret, for `target`, which has chosen the nonce."""
+    return hmac.digest(secret, f"lockstep rank {source} to {target} ".encode() + nonce, "sha256")

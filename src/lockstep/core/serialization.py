@@ -13,6 +13,7 @@ from safetensors.numpy import load, save
 from lockstep.core.layout import Array
 
 KEY = "lockstep"  # of the JSON in the header; the only one, so that equal trees give equal bytes
+MAX_HEADER = 1 << 24  # bytes: as Python objects, it may need thirty times as many
 DTYPES = set(map(np.dtype, ["?", "u1", "i1", "<u2", "<i2", "<u4", "<i4", "<u8", "<i8", "<f2", "<f4", "<f8", "<c8"]))
 
 
@@ -33,7 +34,10 @@ def pack(tree: Any) -> bytes:
     arrays: dict[str, Array] = {}
     plain = json.dumps(_plain(tree, "", arrays), separators=(",", ":"))
     header = {"sha256": _sha256(plain, arrays), "tree": plain}
-    return bytes(save(arrays, {KEY: json.dumps(header, separators=(",", ":"))}))
+    packed = bytes(save(arrays, {KEY: json.dumps(header, separators=(",", ":"))}))
+    if _header_length(packed) > MAX_HEADER:
+        raise NotSerializable(f"it has {_header_length(packed):,} bytes besides arrays, more than {MAX_HEADER:,}")
+    return packed
 
 
 def unpack(data: bytes, is_strict: bool = True) -> Any:
@@ -44,11 +48,13 @@ def unpack(data: bytes, is_strict: bool = True) -> Any:
     lockstep.core.serialization.CorruptData: it is not a safetensors file
     """
     try:
+        if _header_length(data) > MAX_HEADER:
+            raise ValueError("a header that large was never packed")
         arrays = load(data)
     except Exception as problem:  # safetensors raises errors of several types
         raise CorruptData("it is not a safetensors file") from problem
     try:
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        header = json.loads(data[8 : 8 + _header_length(data)])
         inner = json.loads(header["__metadata__"][KEY])
         if inner["sha256"] != _sha256(inner["tree"], arrays):
             raise CorruptData("its SHA-256 is not that of what it holds")
@@ -60,6 +66,10 @@ def unpack(data: bytes, is_strict: bool = True) -> Any:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
         raise CorruptData("what it holds was not packed by Lockstep") from problem
     return tree
+
+
+def _header_length(data: bytes) -> int:
+    return int.from_bytes(data[:8], "little")
 
 
 def _sha256(plain: str, arrays: dict[str, Array]) -> str:

@@ -9,11 +9,16 @@ from types import NoneType
 from typing import Any, get_args
 
 from lockstep.core.errors import ConfigError
+from lockstep.core.files import can_be_path
 from lockstep.core.registry import nearest
 
 IDENTITY = "identity"  # the bits of a run depend on it: a resumed run must have the same
 AGREED = "agreed"  # all ranks of a run must have the same; the bits do not depend on it
 LOCAL = "local"  # of this process only
+
+# groups of options in the help, the few that matter most first
+MAIN, OPTIMIZATION, RANKS = "Options", "Optimization (changes the weights)", "How ranks work"
+RECORDS, FAILURES = "What is recorded", "Checks and failures"
 
 COMPARISONS = {
     ">=": ("at least", operator.ge),
@@ -32,10 +37,14 @@ def setting(
     limits: Mapping[str, float] | None = None,
     choices: Mapping[str, Any] | None = None,
     option: str = "",
+    group: str = RANKS,
 ) -> Any:
-    """A dataclass field, with limits like {">=": 0, "<": 1}; `option` is its name for users, where that is another."""
+    """A dataclass field, with limits like {">=": 0, "<": 1}; `option` is its name for users, where that is another.
+
+    `group` is the part of the help that it is in.
+    """
     metadata = {"help": help, "scope": scope, "limits": limits or {}, "choices": choices, "option": option}
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata=metadata | {"group": group})
 
 
 def option_of(spec: "Field[Any]") -> str:
@@ -82,6 +91,8 @@ def checked(spec: "Field[Any]", annotation: Any, value: Any) -> Any:
 def _converted(target: Any, value: Any) -> Any:
     if target is int:
         return operator.index(value)  # numpy's integers too
+    if target is Path and not can_be_path(str(value)):
+        raise ValueError("no path")
     if target in (float, Path):
         return target(value)
     if not isinstance(value, target):

@@ -1,7 +1,14 @@
-"""Whether torchrun started this process, and as which rank; no framework is loaded to find out."""
+"""Whether torchrun started this process, or a program that works like it, and as which rank.
+
+No framework is loaded to find out. Ray Train's TorchTrainer sets the same variables and, instead of torchrun's own
+store, a process group: the store that its ranks have met at is at the same address.
+"""
 
 import os
+import sys
 from typing import NamedTuple
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class TorchrunEnv(NamedTuple):
@@ -20,7 +27,8 @@ class TorchrunEnv(NamedTuple):
 def torchrun_env() -> TorchrunEnv | None:
     """Torchrun's environment of this process; None where it was not started by torchrun."""
     env = os.environ
-    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or "RANK" not in env:
+    is_torchrun = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and "RANK" in env
+    if not is_torchrun and not (all(name in env for name in VARIABLES) and has_process_group()):
         return None
     restarts = env.get("TORCHELASTIC_RESTART_COUNT", "0")
     rank, size, local_rank, local_size, port = (
@@ -28,6 +36,12 @@ def torchrun_env() -> TorchrunEnv | None:
     )
     attempt = f"{env.get('TORCHELASTIC_RUN_ID', '')}/{restarts}/{size}"
     return TorchrunEnv(rank, size, local_rank, local_size, env["MASTER_ADDR"], port, attempt, restarts != "0")
+
+
+def has_process_group() -> bool:
+    """Whether this program has joined a process group."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and bool(distributed.is_initialized())
 
 
 def prints_result() -> bool:

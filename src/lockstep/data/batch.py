@@ -45,6 +45,13 @@ class BatchSource(Protocol):
         """Ends the processes that load samples."""
 
 
+class LoadingSource(BatchSource, Protocol):
+    """A source that loads samples one by one."""
+
+    num_workers: int  # processes that load shards; none: whoever asks for a batch does
+    num_ahead: int  # shards that each of them loads before somebody asks
+
+
 class DeviceMemory(Protocol):
     """The devices of this process's ranks, as a batch source sees them: an engine is one."""
 

@@ -48,6 +48,13 @@ class GivenBatches:
         return static_batch(self._static[rank, size], load)
 
 
+def inputs_of(given: Any, num_samples: int = 2) -> Any:
+    """The model's inputs for the first samples of a batch, on the CPU."""
+    X, _ = _inputs_and_target(given)
+    num_given = _num_samples(_tensors(X))
+    return _cut(X, torch.device("cpu"), num_given, range(min(num_samples, num_given)))
+
+
 def _inputs_and_target(given: Any) -> tuple[Any, Any]:
     if isinstance(given, Mapping):
         return (plain := dict(given)), plain

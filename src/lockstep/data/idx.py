@@ -15,7 +15,7 @@ from lockstep.core.errors import DataError
 from lockstep.core.layout import Array
 
 UNSIGNED_BYTE = 0x08
-MAX_BYTES = 1 << 31  # real files are far smaller; a forged header could ask for any size
+MAX_BYTES = 1 << 27  # real files are smaller than half of it; a forged one could unpack to any size
 
 
 def unpack(path: Path) -> bytes:

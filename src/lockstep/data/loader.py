@@ -26,6 +26,7 @@ from lockstep.data.batch import Batch, DeviceMemory, Split, StaticBatch
 from lockstep.data.dataset import FORMS, leaves_of, map_leaves, pair_of
 from lockstep.data.seeded import seeded
 from lockstep.data.static_input import LoadShard, StaticInput, static_batch
+from lockstep.partition.grid import Grid
 from lockstep.partition.ranks import split_over_ranks
 
 Collate = Callable[[list[Any]], Any]
@@ -88,9 +89,12 @@ class Loader:
 
     in_memory = False
 
-    def __init__(self, memory: DeviceMemory, shards: "ShardDataset", what: str, num_workers: int) -> None:
+    def __init__(
+        self, memory: DeviceMemory, shards: "ShardDataset", what: str, num_workers: int, grid: Grid | None = None
+    ) -> None:
         self._memory, self._what, self._shards = memory, what, shards
-        self.num_samples = shards.num_samples
+        self._grid = grid or Grid(data=memory.num_ranks)
+        self.num_samples, self.num_workers, self.num_ahead = shards.num_samples, num_workers, PREFETCH
         self._requests: list[ShardRequest] = []  # of an epoch, in the order in which they are needed
         self._static: dict[tuple[int, int], StaticInput] = {}  # rank, size of the batch ->
         self._loader = DataLoader(
@@ -172,8 +176,11 @@ class Loader:
 
     def _own(self, shards: list[range]) -> list[range]:
         """The shards that ranks of this process get, unless they are moved."""
-        ranges = split_over_ranks(len(shards), self._memory.num_ranks)
-        return [shards[number] for rank in self._memory.local_ranks for number in ranges[rank]]
+        ranges = split_over_ranks(len(shards), self._grid.data)
+        places = [self._grid.at(rank) for rank in self._memory.local_ranks]
+        ends = (0, self._grid.network - 1)  # stages in between need no samples
+        copies = sorted({at.data for at in places if at.network in ends})
+        return [shards[number] for copy in copies for number in ranges[copy]]
 
     def _next(self, loaded: Iterator[Any]) -> Any:
         try:
@@ -216,7 +223,7 @@ class ShardDataset:
             with seeded(self._seed, request.epoch, number, AUGMENTATION):
                 try:
                     samples.append(_inputs_and_target(self._data[number], self._collate is default_collate))
-                except Exception as problem:
+                except (Exception, SystemExit) as problem:
                     return LoadFailure(number, _sentence(problem), user_source_line(problem))
         try:
             return _plain(self._collate(samples))

@@ -11,7 +11,7 @@ from lockstep.core.layout import Array
 from lockstep.data.arrays import labelled_dataset
 from lockstep.data.dataset import Dataset
 
-MAX_UNPACKED, MAX_RATIO = 1 << 28, 100  # bytes, and bytes for each compressed one, of what is unpacked without a word
+MAX_UNPACKED, MAX_RATIO = 1 << 26, 100  # bytes, and bytes for each compressed one, of what is unpacked without a word
 NAMES = ("X_train", "y_train", "X_test", "y_test")
 
 
@@ -25,6 +25,7 @@ def read_npz(path: Path, name: str) -> Dataset:
                 missing = [n for n in NAMES if f"{n}.npy" not in archive.namelist()]
                 if missing:
                     raise DataError(f"{path} has no {', '.join(missing)}. It needs {', '.join(NAMES)}.")
+                _check_sizes(archive, path)
                 parts = [_array(archive, n) for n in NAMES]
     except DataError:
         raise
@@ -35,13 +36,20 @@ def read_npz(path: Path, name: str) -> Dataset:
     return labelled_dataset(name, *parts)
 
 
+def _check_sizes(archive: zipfile.ZipFile, path: Path) -> None:
+    """Refuses an archive that unpacks to a hundred times its size: all of it would lie in memory, labels as int64."""
+    infos = [archive.getinfo(f"{name}.npy") for name in NAMES]
+    unpacked, packed = sum(info.file_size for info in infos), sum(info.compress_size for info in infos)
+    if unpacked > MAX_UNPACKED and unpacked > MAX_RATIO * max(packed, 1):
+        largest = max(infos, key=lambda info: info.file_size)
+        raise DataError(
+            f"{path}: {largest.filename.removesuffix('.npy')} would unpack to {largest.file_size:,} bytes from "
+            f"{largest.compress_size:,}. If that is right, save it uncompressed: numpy.savez."
+        )
+
+
 def _array(archive: zipfile.ZipFile, name: str) -> Array:
     info = archive.getinfo(f"{name}.npy")
-    if info.file_size > MAX_UNPACKED and info.file_size > MAX_RATIO * max(info.compress_size, 1):
-        raise DataError(
-            f"{archive.filename}: {name} would unpack to {info.file_size:,} bytes from {info.compress_size:,}. If that "
-            f"is right, save it uncompressed: numpy.savez."
-        )
     with archive.open(info) as member:
         major, _ = np.lib.format.read_magic(member)
         read_header = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0

@@ -35,10 +35,21 @@ def cross_entropy(scores: Any, y: Tensor) -> Tensor:
             "There are samples with labels of -100, which do not count: a mean over all samples would count them. Use "
             "loss=nn.CrossEntropyLoss(), which divides by the samples that count."
         )
-    if scores.ndim > 2 and y.ndim == scores.ndim - 1:  # classes last, as most models compute them: kernels are faster
-        rows, labels = scores.movedim(1, -1).flatten(0, -2), y.flatten()
-        return _over_positions(_cross_entropy_of_rows(rows, labels).view(y.shape), _counts(y))
-    return _over_positions(_cross_entropy_of_rows(scores, y), _counts(y))
+    rows, labels = _rows(scores, y)
+    values = _cross_entropy_of_rows(rows, labels)
+    return _over_positions(values if labels is y else values.view(y.shape), _counts(y))
+
+
+def has_own_kernel(loss: Any, output: Any, y: Any) -> bool:
+    """Whether a loss is computed by a kernel of ours, which is faster than what a compiler makes of it."""
+    return loss is cross_entropy and isinstance(y, Tensor) and can_fuse(*_rows(first(output), y))
+
+
+def _rows(scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores and labels with one row for each label: classes last, as most models compute them."""
+    if scores.ndim > 2 and y.ndim == scores.ndim - 1:
+        return scores.movedim(1, -1).flatten(0, -2), y.flatten()
+    return scores, y
 
 
 def _cross_entropy_of_rows(scores: Tensor, y: Tensor) -> Tensor:

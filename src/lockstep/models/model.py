@@ -4,13 +4,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from lockstep.backends import Tensor, backend_of
+from lockstep.backends import LayerFunction, Tensor, backend_of
 from lockstep.core.entry_points import load_entry_point
 from lockstep.core.errors import ConfigError
 from lockstep.core.layout import Array
 from lockstep.data import Dataset
 
 Forward = Callable[[Tensor, list[Tensor]], Tensor]  # (X, params) -> one row of class scores for each sample
+
+
+class Layer(NamedTuple):
+    """One of the layers that a model calls one after the other."""
+
+    name: str
+    function: LayerFunction  # (ops, X, params) -> its output; the units are the second axis
+    params: tuple[str, ...]  # names of its parameters
+    units: tuple[int, ...]  # the axis of each that has the output units
+    cost: float  # multiplications and additions for a sample
 
 
 @dataclass(frozen=True)
@@ -22,6 +32,7 @@ class Model:
     forward: Forward
     sample_shape: tuple[int, ...]
     num_classes: int
+    layers: tuple[Layer, ...] = ()  # which compute what `forward` does, bit for bit, where it can be split
 
     def checked(self, data: Dataset) -> Dataset:
         """The dataset, if the model can take it; images without a channel dimension get one."""
@@ -62,6 +73,11 @@ class CrossEntropySum:
     """The loss of a model: softmax cross-entropy, summed (never averaged) over the samples."""
 
     forward: Forward
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """The layers of the model, if it says them."""
+        return getattr(self.forward, "layers", ())
 
     def __call__(self, params: list[Tensor], X: Tensor, y: Tensor) -> Tensor:
         return backend_of(X).ops.cross_entropy_sum(self.forward(X, params), y)

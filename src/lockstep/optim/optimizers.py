@@ -4,7 +4,8 @@ Written with plain operators, one rounding each, so that it does not matter whet
 parts: a fused multiply-add may round differently in the vectorised part of a loop and in its tail.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -79,9 +80,10 @@ OPTIMIZERS: dict[str, Callable[[float, float, float], Optimizer]] = {
 }
 
 
-def clipped(gradient: Tensor, clip_norm: float | None) -> Tensor:
-    """The gradient, scaled down to the norm `clip_norm` where its norm is larger."""
-    if clip_norm is None:
-        return gradient
-    norm = float((gradient * gradient).sum() ** 0.5)
-    return gradient * min(1.0, clip_norm / (norm + 1e-6))
+def clip_factor(norms: Mapping[str, float], clip_norm: float) -> float:
+    """What gradients with these norms are multiplied by, so that the norm of all together is at most `clip_norm`.
+
+    From the norms of the parameters, so that it does not matter who has which: they are added with one rounding.
+    """
+    norm = math.sqrt(math.fsum(norm * norm for norm in norms.values()))
+    return min(1.0, clip_norm / (norm + 1e-6))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lockstep.core.entry_points import OWN
-from lockstep.core.errors import ConfigError
+from lockstep.core.errors import ConfigError, first_line
 from lockstep.core.registry import pick
 
 MakeOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
@@ -59,11 +59,45 @@ def user_optimizer(function: Any) -> MakeOptimizer:
                 "The function for the optimizer gives it parameters other than those it got: every device has a "
                 "replica of its own. Use its argument: optimizer=lambda params: torch.optim.SGD(params, ...)."
             )
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise ConfigError("LBFGS computes the model again within a step, which shards cannot do. Use another.")
         return optimizer
 
     return make
+
+
+def check_can_step(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses an optimizer that does not update parameters from dense gradients alone.
+
+    A step of PyTorch's own is tried, with the smallest parameter of each group; one of the user's own is not called.
+    What is tried is not for training.
+    """
+    kind = type(optimizer)
+    try:
+        if is_pytorchs(kind.step):
+            _try_step(optimizer)
+        else:
+            inspect.signature(optimizer.step).bind()
+    except Exception as problem:
+        raise ConfigError(
+            f"The optimizer {kind.__name__} cannot be used: {first_line(problem)}. It gets a dense gradient for each "
+            f"parameter, and no closure that computes the model again. Use one that needs no more, like "
+            f"torch.optim.AdamW."
+        ) from problem
+
+
+def _try_step(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        group.update({option: False for option in ("fused", "capturable") if option in group})  # for GPUs
+        if group["params"]:
+            smallest = min(group["params"], key=torch.numel)
+            smallest.grad = torch.ones_like(smallest)
+    for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
+        hooks.clear()  # they are the user's own
+    type(optimizer).step(optimizer)
+
+
+def is_pytorchs(function: Any) -> bool:
+    """Whether a class or function is one of `torch.optim`."""
+    return function.__module__.split(".")[:2] == ["torch", "optim"]
 
 
 def _wants_names(function: Callable[..., Any]) -> bool:

@@ -8,7 +8,8 @@ What a rank does, here with shards 0 to 3 of 8 on rank 0 of 2, two buckets, and 
     update     the total, divided once by the number of samples
 """
 
-from functools import lru_cache
+from collections.abc import Sequence
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from lockstep.schedules.exchanges import NATIVE, collective_for
@@ -24,13 +25,7 @@ from lockstep.schedules.instructions import (
     Update,
     WaitForBackward,
 )
-from lockstep.schedules.reduction_tree import (
-    Node,
-    children,
-    left_of_last_leaf,
-    maximal_nodes,
-    sum_of,
-)
+from lockstep.schedules.reduction_tree import Node, children, left_of_last_leaf, maximal_nodes
 
 
 class DataParallel(NamedTuple):
@@ -55,14 +50,14 @@ def data_parallel(step: DataParallel) -> Schedule:
     if step.exchange == NATIVE:  # one call for the whole vector
         step = step._replace(buckets=(step.entries,))
     num_shards = sum(map(len, step.shards))
-    programs = []
+    programs, ranks = [], range(len(step.shards))
     for rank, own in enumerate(step.shards):
-        exchange, total = _exchange(step, rank, maximal_nodes(own, num_shards))
-        programs.append(RankProgram((*_compute(step, own), AllGather()), tuple(exchange), (Update(total),)))
-    return Schedule(tuple(programs), step.entries, num_shards, overlaps=len(step.buckets) > 1)
+        made, total = exchange(step, rank, ranks)
+        programs.append(RankProgram((*compute(step, own), AllGather()), made, (Update(total),), step.entries))
+    return Schedule(tuple(programs), num_shards, overlaps=len(step.buckets) > 1)
 
 
-def _compute(step: DataParallel, own: range) -> list[Instruction]:
+def compute(step: DataParallel, own: range) -> list[Instruction]:
     """The rank's shards. All but the last leaf are added here as soon as they can be; so few vectors are alive."""
     if not own:
         return []
@@ -70,47 +65,64 @@ def _compute(step: DataParallel, own: range) -> list[Instruction]:
         return [ForwardBackward(own)]
     if step.max_addends > 2:
         return [ForwardBackward(range(shard, shard + 1)) for shard in own]
-    found: list[Instruction] = []
-
-    def leaf(shard: int) -> Node:
-        found.append(ForwardBackward(range(shard, shard + 1)))
-        return Node(shard, 1)
-
-    def add(left: Node, right: Node) -> Node:
-        total = Node(left.first, left.num_leaves + right.num_leaves)
-        found.append(_addition(total, [left, right], step.entries))
-        return total
-
-    *whole, last = maximal_nodes(own, sum(map(len, step.shards)))
-    for node in [*whole, *left_of_last_leaf(last)]:
-        sum_of(node, leaf, add)
-    leaf(own[-1])
-    return found
+    return [
+        instruction
+        for shard in own
+        for instruction in (ForwardBackward(range(shard, shard + 1)), *additions_after(step, own, shard))
+    ]
 
 
-def _exchange(step: DataParallel, rank: int, nodes: list[Node]) -> tuple[list[Instruction], tuple[Partial, ...]]:
-    """The all-reduce of the rank's `nodes`, bucket by bucket, and the parts of the total that come out."""
-    own = step.shards[rank]
+def additions_after(step: DataParallel, own: range, shard: int) -> list[Instruction]:
+    """What can be added once the gradient of `shard` is there, and those before it; the last leaf waits.
 
-    def complete(bucket: range) -> list[Instruction]:
-        """Makes the rank's nodes of a bucket from what `_compute` leaves."""
-        if not own:
-            return []
-        wait: list[Instruction] = []
-        if len(step.buckets) > 1:
-            wait.append(WaitForBackward(Partial(Node(own[-1], 1), bucket)))
-        if step.together or step.max_addends > 2:
-            return wait + [add for node in nodes for add in _sums(node, step.max_addends, bucket)]
-        return wait + [
-            _addition(node, list(children(node)), bucket)
-            for node in reversed([_rest(nodes[-1], left) for left in left_of_last_leaf(nodes[-1])])
-        ]
+    >>> step = DataParallel((range(4),), range(10), (range(10),))
+    >>> [[tuple(add.total.node) for add in additions_after(step, range(4), shard)] for shard in range(4)]
+    [[], [(0, 2)], [], []]
+    """
+    if shard == own[-1] or not step.entries:
+        return []
+    nodes = maximal_nodes(range(own.start, shard + 1), sum(map(len, step.shards)))
+    before = maximal_nodes(range(own.start, shard), sum(map(len, step.shards)))
+    node, made = nodes[-1], list[Instruction]()
+    while node not in before and node.num_leaves > 1:
+        left, right = children(node)
+        made.append(_addition(node, [left, right], step.entries))
+        node = right
+    return made[::-1]
 
+
+def complete(step: DataParallel, own: range, bucket: range) -> list[Instruction]:
+    """Makes the rank's nodes of a bucket from what `compute` leaves."""
+    if not own or not step.entries:
+        return []
+    nodes, wait = maximal_nodes(own, sum(map(len, step.shards))), list[Instruction]()
+    if len(step.buckets) > 1:
+        wait.append(WaitForBackward(Partial(Node(own[-1], 1), bucket)))
+    if step.together or step.max_addends > 2:
+        return wait + [add for node in nodes for add in _sums(node, step.max_addends, bucket)]
+    return wait + [
+        _addition(node, list(children(node)), bucket)
+        for node in reversed([_rest(nodes[-1], left) for left in left_of_last_leaf(nodes[-1])])
+    ]
+
+
+def exchange(
+    step: DataParallel, number: int, ranks: Sequence[int], first_bucket: int = 0
+) -> tuple[tuple[Instruction, ...], tuple[Partial, ...]]:
+    """The all-reduce that number `number` of `ranks` does, bucket by bucket, and the parts of the total.
+
+    They are all the ranks that hold these entries; each has its own of the shards. Buckets are numbered from
+    `first_bucket` on.
+    """
+    own, num_shards = step.shards[number], sum(map(len, step.shards))
+    prepare = partial(complete, step, own)
     if step.exchange == NATIVE:
-        total = Partial(Node(0, sum(map(len, step.shards))), step.entries)
-        return [*complete(step.entries), AllReduce(total, tuple(Partial(n, step.entries) for n in nodes))], (total,)
+        total, nodes = Partial(Node(0, num_shards), step.entries), maximal_nodes(own, num_shards)
+        reduce = AllReduce(total, tuple(Partial(node, step.entries) for node in nodes))
+        return (*prepare(step.entries), reduce), (total,)
     collective = collective_for(step.exchange, step.shards)
-    return collective.instructions(rank, step.buckets, complete), collective.total_of(step.buckets)
+    made = collective.instructions(number, step.buckets, prepare, ranks, first_bucket)
+    return tuple(made), collective.total_of(step.buckets)
 
 
 def _sums(node: Node, max_addends: int, entries: range) -> list[Instruction]:

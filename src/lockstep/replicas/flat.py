@@ -4,6 +4,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,11 @@ from lockstep.backends import Backend, LossSum, Tensor, flat
 from lockstep.core.layout import Array, Layout, sha256_of
 from lockstep.models import CrossEntropySum, Forward
 from lockstep.optim.lr_schedule import LRSchedule
-from lockstep.optim.optimizers import Optimizer, State, clipped
-from lockstep.replicas.replica import AllGatherTensors, BatchSummary, Capturable, Leaf, Measured, Shard
+from lockstep.optim.optimizers import Optimizer, State, clip_factor
+from lockstep.partition.placement import Part, owned_ranges
+from lockstep.replicas.replica import AllGatherTensors, BatchSummary, Capturable, Leaf, Measured, ReplicaState, Shard
+
+OF_PARAMETER = "optimizer/"  # the unit of a parameter's state
 
 
 @dataclass(frozen=True)
@@ -32,11 +36,20 @@ class FlatTrainSpec:
 class FlatReplica(Capturable):
     """One rank's parameters as one flat vector. Every framework can train it: nothing is changed in place."""
 
-    def __init__(self, spec: FlatTrainSpec, flat: Tensor, state_dict: Any = None) -> None:
-        self._spec, self.flat = spec, flat
-        self._state: State = spec.optimizer.start(flat)
-        if state_dict is not None:
-            self._state = self._restored(state_dict)
+    def __init__(
+        self, spec: FlatTrainSpec, flat: Tensor, state: ReplicaState | None = None, part: Part | None = None
+    ) -> None:
+        self._spec, self.flat, part = spec, flat, part or Part()
+        self._layout = spec.layout
+        bounds = [0, *accumulate(self._layout.pieces)][::2]
+        self._starts, self._ends = bounds[:-1], bounds[1:]
+        sizes = [end - start for start, end in zip(self._starts, self._ends, strict=True)]
+        numbers = owned_ranges(sizes, part.num_owners)
+        self.owned = [range(self._starts[o.start], self._ends[o.stop - 1]) if o else range(0) for o in numbers]
+        self.updated, self._numbers = self.owned[part.owner], numbers[part.owner]
+        self._state: State = spec.optimizer.start(self._own(flat)) if self.updated else ()
+        if state is not None and self.updated:
+            self._state = self._restored(state)
         self._loss_sum: LossSum = CrossEntropySum(spec.forward)
         always = spec.backend.capabilities.compiles == "always"
         self._scores = spec.backend.compile(spec.forward) if always else spec.forward
@@ -44,27 +57,76 @@ class FlatReplica(Capturable):
 
     @property
     def entries(self) -> range:
-        return range(self._spec.layout.size)
+        return range(self._layout.size)
+
+    @property
+    def num_parameters(self) -> int:
+        """How many are trained."""
+        return len(self._layout.names)
 
     def begin_step(self, step: int) -> None:
         """Nothing to do: shards change no state."""
 
     def forward_backward(self, shards: list[Shard], all_gather: AllGatherTensors) -> list[Leaf]:
-        backend, layout, leaves = self._spec.backend, self._spec.layout, []
+        backend, layout, leaves = self._spec.backend, self._layout, []
         for shard in shards:
             loss_sum = self._compiled if shard.num_samples in self._spec.compiled_sizes else self._loss_sum
             loss, gradient = backend.value_and_grad(loss_sum, layout, self.flat, shard.X, shard.y, shard.on_ready)
             leaves.append(Leaf(gradient, loss))
         return leaves
 
-    def update(self, step: int, total: Tensor, batch: BatchSummary) -> None:
-        flat, state = self._updated(step, total, batch)
+    def update(self, step: int, total: Tensor | None, batch: BatchSummary) -> None:
+        if total is None:
+            return
+        values, state = self._updated(step, total, batch)
         assign = self._spec.backend.assign  # to the same memory, where the framework can: a CUDA graph reads it
-        self.flat, self._state = assign(self.flat, flat), tuple(map(assign, self._state, state))
+        self._state = tuple(map(assign, self._state, state))
+        self.set_parameters(self.updated, values)
 
     def _updated(self, step: int, total: Tensor, batch: BatchSummary) -> tuple[Tensor, State]:
-        gradient = clipped(total / batch.divisor, self._spec.clip_norm)  # the only division, by all samples
-        return self._spec.optimizer(self.flat, gradient, self._state, step, self._spec.lr_schedule.factor(step))
+        gradient = total / batch.divisor  # the only division, by all samples
+        if self._spec.clip_norm is not None:
+            norms = self.gradient_norms(total, batch) if batch.norms is None else batch.norms
+            gradient = gradient * clip_factor(norms, self._spec.clip_norm)
+        factor = self._spec.lr_schedule.factor(step)
+        return self._spec.optimizer(self._own(self.flat), gradient, self._state, step, factor)
+
+    def _own(self, vector: Tensor) -> Tensor:
+        """The entries that this rank updates."""
+        if self.updated == self.entries:
+            return vector
+        return self._spec.backend.chunk(vector, self.updated.start, self.updated.stop)
+
+    def gradient_norms(self, total: Tensor | None, batch: BatchSummary) -> dict[str, float]:
+        found = {}
+        for number in self._numbers if total is not None else ():
+            start = self._starts[number] - self.updated.start
+            piece = self._spec.backend.chunk(total, start, start + self._ends[number] - self._starts[number])
+            mean = piece / batch.divisor
+            found[self._layout.names[number]] = float((mean * mean).sum() ** 0.5)
+        return found
+
+    def parameters(self, entries: range) -> Tensor:
+        backend = self._spec.backend
+        values = backend.chunk(self.flat, entries.start, entries.stop)
+        return backend.copy_to(values, backend.device_of(self.flat))  # others read it while the next step begins
+
+    def set_parameters(self, entries: range, values: Tensor) -> None:
+        backend, start, stop = self._spec.backend, entries.start, entries.stop
+        if entries == self.entries:
+            self.flat = backend.assign(self.flat, values)
+        elif backend.capabilities.writes_in_place:
+            backend.assign(backend.chunk(self.flat, start, stop), values)
+        else:
+            before, after = backend.chunk(self.flat, 0, start), backend.chunk(self.flat, stop, self._layout.size)
+            self.flat = backend.concat([part for part in (before, values, after) if len(part)])
+
+    def finish_update(self) -> None:
+        """Nothing is left to do."""
+
+    def num_bytes(self) -> dict[str, int]:
+        size = 4 * self._layout.size
+        return {"parameters": size, "gradient": size, "optimizer": 4 * len(self.updated) * len(self._state)}
 
     def update_is_static(self, step: int) -> bool:
         spec = self._spec  # the host reads the norm to clip by
@@ -74,14 +136,15 @@ class FlatReplica(Capturable):
         self._updated(step, total, batch)
 
     def measure(self, X: Any, y: Any) -> Measured:
-        backend = self._spec.backend
-        scores = self._scores(X, backend.unflatten(self._spec.layout, self.flat))
-        return Measured({"accuracy": [float(backend.ops.num_correct(scores, y)), float(len(y))]})
+        return self._measured(self._scores(X, self._spec.backend.unflatten(self._layout, self.flat)), y)
+
+    def _measured(self, scores: Tensor, y: Any) -> Measured:
+        num_correct = float(self._spec.backend.ops.num_correct(scores, y))
+        return Measured({"accuracy": [num_correct, float(len(y))]})
 
     def arrays(self) -> dict[str, Array]:
-        layout = self._spec.layout
         flat = self._spec.backend.to_numpy(self.flat).copy()  # to_numpy may be a view
-        return dict(zip(layout.names, layout.unflatten(flat), strict=True))
+        return dict(zip(self._layout.names, self._layout.unflatten(flat), strict=True))
 
     def snapshot(self) -> Callable[[], dict[str, Array]]:
         return partial(dict, self.arrays())
@@ -99,9 +162,8 @@ class FlatReplica(Capturable):
         """Shards change no state."""
 
     def digest(self, leaf: Leaf) -> dict[str, Any]:
-        backend, layout = self._spec.backend, self._spec.layout
-        pieces = layout.unflatten(backend.to_numpy(flat(leaf.gradient)))
-        named = {f"the gradient of {name}": piece for name, piece in zip(layout.names, pieces, strict=True)}
+        pieces = self._layout.unflatten(self._spec.backend.to_numpy(flat(leaf.gradient)))
+        named = {f"the gradient of {name}": piece for name, piece in zip(self._layout.names, pieces, strict=True)}
         found: dict[str, Any] = {name: zlib.crc32(piece.tobytes()) for name, piece in named.items()}
         return {**found, "the loss": float(leaf.loss).hex()}
 
@@ -111,13 +173,25 @@ class FlatReplica(Capturable):
     def changed_state(self, before: dict[str, str], only_counters: bool = False) -> list[str]:
         return []
 
-    def state_dict(self) -> Any:
-        return {"optimizer": [self._spec.backend.to_numpy(vector).copy() for vector in self._state]}
+    def state_dict(self) -> ReplicaState:
+        vectors = [self._spec.backend.to_numpy(vector) for vector in self._state]
+        units = {}
+        for number in self._numbers:
+            start, stop = (at - self.updated.start for at in (self._starts[number], self._ends[number]))
+            units[f"{OF_PARAMETER}{self._layout.names[number]}"] = [vector[start:stop].copy() for vector in vectors]
+        return ReplicaState(units, {"num_vectors": len(vectors)} if self.updated else {})
 
-    def _restored(self, state_dict: Any) -> State:
-        backend, vectors = self._spec.backend, state_dict["optimizer"]
-        expected = [(tuple(vector.shape), np.dtype(np.float32)) for vector in self._state]
-        if [(vector.shape, vector.dtype) for vector in vectors] != expected:
-            raise ValueError("the optimizer's state has other shapes")
+    def _restored(self, state: ReplicaState) -> State:
+        backend, found = self._spec.backend, []
         device = backend.device_of(self.flat)
-        return tuple(backend.copy_to(backend.from_numpy(vector, device), device) for vector in vectors)
+        own = [state.units[f"{OF_PARAMETER}{self._layout.names[number]}"] for number in self._numbers]
+        sizes = [self._ends[number] - self._starts[number] for number in self._numbers]
+        if any(
+            [v.shape for v in of_param] != [(size,)] * len(self._state)
+            for of_param, size in zip(own, sizes, strict=True)
+        ):
+            raise ValueError("the optimizer's state has other shapes")
+        for number in range(len(self._state)):
+            vector = np.concatenate([of_param[number] for of_param in own]).astype(np.float32)
+            found.append(backend.copy_to(backend.from_numpy(vector, device), device))
+        return tuple(found)

@@ -1,6 +1,6 @@
 """The gradients of a replica's shards: computed, checked, and packed into one flat vector."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -16,6 +16,7 @@ from lockstep.core.errors import CaptureError, RunError
 from lockstep.core.layout import Layout
 from lockstep.replicas.keyed_random import KeyedRandom, NoDraws
 from lockstep.replicas.memory_format import flat_in_memory_order, shaped_like
+from lockstep.replicas.sliced_layers import SliceContext
 
 
 class Gradients:
@@ -37,14 +38,37 @@ class Gradients:
         self._seen: set[int] = set()  # numbers of the parameters that have got a gradient, in the first step
         self._accumulated_twice: int | None = None  # a parameter whose gradient comes more than once in a backward pass
 
-    def of(self, loss: Tensor, on_ready: OnReady | None) -> tuple[list[Tensor | None], Tensor | Pieces]:
+    def of(self, loss: Tensor, on_ready: OnReady | None = None) -> tuple[list[Tensor | None], Tensor | Pieces]:
         """The gradient of each parameter, and all together; `on_ready` is called as entries become complete."""
         self._seen.clear()
         self._vector = None if on_ready is None else self._vector_to_fill(on_ready)
-        # from its edge: `NoDraws` would intercept a call with a tensor, and all that it calls
-        edge, one = get_gradient_edge(loss), torch.ones_like(loss)
+        self._backward([(loss, torch.ones_like(loss))])
+        return self._found()
+
+    def of_part(
+        self, passes: Sequence[list[tuple[Tensor, Tensor]]], slices: SliceContext | None, after_pass: Callable[[], None]
+    ) -> tuple[list[Tensor | None], Tensor | Pieces]:
+        """The same for a part of a model: backward starts several times, from tensors with their gradients.
+
+        Where layers are sliced, it starts again at each of them. `after_pass` is called after each time. What reaches
+        a tensor in several passes is not added up before it goes on: so it does not matter where a model is cut.
+        """
+        keeps_graph = slices is not None or len(passes) > 1
+        for starts in passes:
+            if starts:
+                self._backward(starts, keeps_graph)
+            after_pass()
+        if slices is not None:
+            slices.backward(after_pass, self._random)
+        return self._found()
+
+    def _backward(self, starts: Sequence[tuple[Tensor, Tensor]], keeps_graph: bool = False) -> None:
+        # from their edges: `NoDraws` would intercept a call with a tensor, and all that it calls
+        edges, gradients = [get_gradient_edge(tensor) for tensor, _ in starts], [gradient for _, gradient in starts]
         with self.watch_originals(), NoDraws(self._random):
-            torch.autograd.backward(edge, one)
+            torch.autograd.backward(edges, gradients, retain_graph=keeps_graph)
+
+    def _found(self) -> tuple[list[Tensor | None], Tensor | Pieces]:
         gradients = [param.grad for param in self._params]
         self.clear()
         vector, self._vector = self._vector, None
@@ -87,10 +111,15 @@ class Gradients:
         ]
         return GradientPieces(self._layout, pieces, self._device)
 
-    def put(self, vector: Tensor, used: frozenset[int]) -> None:
-        """Makes the entries of a vector the gradients of the parameters with these numbers; the others have none."""
-        pieces = vector.split(self._layout.pieces)[::2]
-        for number, (param, piece) in enumerate(zip(self._params, pieces, strict=True)):
+    def put(self, vector: Tensor, used: frozenset[int], owned: range | None = None) -> None:
+        """Makes the entries of a vector the gradients of the parameters with the numbers `used`; the others have none.
+
+        The vector is that of all parameters, or of those with the numbers `owned`.
+        """
+        owned = range(len(self._params)) if owned is None else owned
+        pieces = vector.split(self._layout.pieces[2 * owned.start : 2 * owned.stop])[::2]
+        for number, piece in zip(owned, pieces, strict=True):
+            param = self._params[number]
             param.grad = shaped_like(param, piece) if number in used else None  # PyTorch's optimizers skip None
 
     def clear(self) -> None:

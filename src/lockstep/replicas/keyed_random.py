@@ -69,13 +69,20 @@ class KeyedRandom(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # PyTorch would wrap the next function, at twice its cost
 
-    def start(self, seed: int) -> "KeyedRandom":
-        """Seeds the random numbers."""
+    def start(self, seed: int, state: Any = None) -> "KeyedRandom":
+        """Seeds the random numbers; with a `state`, continues where an earlier stage of the shard has stopped."""
         self.generator.manual_seed(seed)
         if self.on_host is not self.generator:
             self.on_host.manual_seed(seed)
+        if state is not None:
+            for generator, numbers in zip((self.generator, self.on_host), state, strict=True):
+                generator.set_state(torch.from_numpy(numbers.copy()))
         self._own, self.is_restored = [], False
         return self
+
+    def state(self) -> Any:
+        """How far the random numbers have got, as arrays."""
+        return [generator.get_state().numpy().copy() for generator in (self.generator, self.on_host)]
 
     def __enter__(self) -> Any:
         THIS_THREAD.keyed, self._outer = self, THIS_THREAD.keyed

@@ -8,7 +8,7 @@ from lockstep.backends import flat
 from lockstep.backends.torch import is_capturing, plain_errors
 from lockstep.core.errors import CaptureError
 from lockstep.core.random import shard_seed
-from lockstep.core.tracing import span
+from lockstep.core.tracing import SpanName, span
 from lockstep.models.losses import LossSum
 from lockstep.replicas.half_weights import CastCounter, HalfWeights
 from lockstep.replicas.module import ModuleReplica
@@ -51,7 +51,7 @@ class CapturableModuleReplica(ModuleReplica, Capturable):
         self._is_captured, self._is_unfinished, self._step = False, False, 0
 
     def update_settings(self) -> Any:
-        found = self._gpu_optimizer
+        found = self._update.on_gpu
         return found.settings() if found and found.is_capturable and not self._random.has_drawn else None
 
     def capture_generators(self) -> list[Any]:
@@ -91,9 +91,9 @@ class CapturableModuleReplica(ModuleReplica, Capturable):
     def _leaf_of_clone(self, clone: ShardModule, shard: Shard) -> Leaf:
         with plain_errors(self._device.type):
             clone.buffers.start_shard()
-            with span("forward"):
+            with span(SpanName.FORWARD):
                 loss = self._captured_forward(clone, shard)
-            with span("backward"):
+            with span(SpanName.BACKWARD):
                 gradients, vector = self._gradients.captured(loss.total, clone.edges)
         if loss.weight is not None:
             raise CaptureError("the loss has weights of its own")

@@ -22,6 +22,13 @@ def copy_of(module: nn.Module, device: torch.device) -> nn.Module:
     return copied
 
 
+def without_numbers(module: nn.Module) -> nn.Module:
+    """A copy with shapes only, on the device `meta`; what is tied stays tied."""
+    params = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in module.parameters()}
+    buffers = {id(buffer): torch.empty_like(buffer, device="meta") for buffer in module.buffers()}
+    return copy.deepcopy(module, {**params, **buffers})
+
+
 def modules_in_eval_mode(module: nn.Module) -> list[str]:
     """The submodules that the user has put in eval mode, in a module that is in training mode."""
     return [name for name, part in module.named_modules() if not part.training] if module.training else []
@@ -37,8 +44,9 @@ def load(module: nn.Module, weights: dict[str, Array]) -> None:
     """Copies arrays into the module's parameters and buffers."""
     named = dict([*module.named_parameters(), *module.named_buffers()])
     with torch.no_grad():
-        for name, array in weights.items():
-            named[name].copy_(torch.from_numpy(array))
+        for name, tensor in named.items():
+            if name in weights:  # others are in another part of the model, or are not saved
+                tensor.copy_(torch.from_numpy(weights[name]))
 
 
 def call(module: nn.Module, X: Any) -> Any:

@@ -1,5 +1,6 @@
 """The state of an optimizer and a scheduler as plain values and arrays, and back: bit for bit, without pickle.
 
+An optimizer's state is kept for each parameter by its name, so a run can continue with its parameters on other ranks.
 A tensor or a counter becomes a dict whose key "is" says so.
 """
 
@@ -11,50 +12,79 @@ from torch import Tensor
 
 from lockstep.core.errors import ConfigError, RunError
 from lockstep.replicas.module_state import to_numpy
+from lockstep.replicas.replica import ReplicaState
 
 NOT_STATE = ("params", "fused", "foreach", "capturable")  # the last three are how a kind of device computes the update
 SAME = "Resume with the same optimizer and scheduler, or start another run in another folder (--out)."
+OF_PARAMETER = "optimizer/"  # the unit of a parameter's state
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, Any]:
-    """The state dicts of the optimizer and of the scheduler (None without one), as plain values and arrays."""
-    return {
-        name: None if owner is None else _plain(owner.state_dict(), name, type(owner).__name__)
-        for name, owner in (("optimizer", optimizer), ("scheduler", scheduler))
-    }
+def optimizer_state(optimizer: torch.optim.Optimizer, scheduler: Any, names: dict[int, str]) -> ReplicaState:
+    """The state of each parameter, and what they have in common; `names` are those of parameters, by their ids."""
+    common: dict[str, Any] = {"scheduler": None if scheduler is None else _plain_of(scheduler, "scheduler")}
+    if _loads_itself(optimizer):
+        return ReplicaState({}, {**common, "optimizer": _plain_of(optimizer, "optimizer")})
+    kind, groups, units = type(optimizer).__name__, [], {}
+    for number, group in enumerate(optimizer.param_groups):
+        options = {name: value for name, value in group.items() if name not in NOT_STATE}
+        groups.append(_plain(options, "optimizer", kind))
+        for param in group["params"]:
+            state = {"group": number, "state": _plain(dict(optimizer.state.get(param, {})), "optimizer", kind)}
+            units[f"{OF_PARAMETER}{names[id(param)]}"] = state
+    return ReplicaState(units, {**common, "groups": groups})
 
 
 def restore_optimizer(
-    optimizer: torch.optim.Optimizer, scheduler: Any, state: dict[str, Any], device: torch.device
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+    state: ReplicaState,
+    names: dict[int, str],
+    device: torch.device,
 ) -> None:
     """Makes a new optimizer and a new scheduler equal to those that `optimizer_state` read."""
-    if (scheduler is None) != (state["scheduler"] is None):
+    common = state.common
+    if (scheduler is None) != (common["scheduler"] is None):
         raise ConfigError(f"The checkpoint was saved {'without' if scheduler else 'with'} a scheduler. {SAME}")
-    saved = _restored(state["optimizer"], device)
-    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
-        optimizer.load_state_dict(saved)
+    if _loads_itself(optimizer) != ("optimizer" in common):
+        raise ConfigError(f"The checkpoint was saved with another optimizer. {SAME}")
+    if "optimizer" in common:
+        optimizer.load_state_dict(_restored(common["optimizer"], device))
     else:
-        _load_exactly(optimizer, saved, device)
+        _load_exactly(optimizer, state, names, device)
     if scheduler is not None:
-        saved = _restored(state["scheduler"], device)
+        saved = _restored(common["scheduler"], device)
         if set(saved) != set(scheduler.state_dict()):
             raise ConfigError(f"The checkpoint was saved with another scheduler. {SAME}")
         scheduler.load_state_dict(saved)
 
 
-def _load_exactly(optimizer: torch.optim.Optimizer, saved: dict[str, Any], device: torch.device) -> None:
+def _loads_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its class has a state of its own, which is not by parameter."""
+    kind, base = type(optimizer), torch.optim.Optimizer
+    return kind.load_state_dict is not base.load_state_dict or kind.state_dict is not base.state_dict
+
+
+def _load_exactly(
+    optimizer: torch.optim.Optimizer, saved: ReplicaState, names: dict[int, str], device: torch.device
+) -> None:
     """Like `load_state_dict`, which would round float64 state to float32."""
-    groups = optimizer.param_groups
-    if [len(group["params"]) for group in saved["param_groups"]] != [len(group["params"]) for group in groups]:
+    groups, theirs = optimizer.param_groups, saved.common["groups"]
+    units = [saved.units.get(f"{OF_PARAMETER}{names[id(p)]}") for group in groups for p in group["params"]]
+    at = [number for number, group in enumerate(groups) for _ in group["params"]]
+    if len(theirs) != len(groups) or any(u is None or u["group"] != n for u, n in zip(units, at, strict=True)):
         raise ConfigError(f"The checkpoint's optimizer has other groups of parameters. {SAME}")
-    for group, values in zip(groups, saved["param_groups"], strict=True):
-        group.update({name: value for name, value in values.items() if name not in NOT_STATE})
-    params = [param for group in groups for param in group["params"]]
-    for number, entries in saved["state"].items():
-        optimizer.state[params[number]] = {
-            name: entry.to(device) if isinstance(entry, Tensor) and name != "step" else entry
-            for name, entry in entries.items()
-        }
+    for group, values in zip(groups, theirs, strict=True):
+        group.update({name: value for name, value in _restored(values, device).items() if name not in NOT_STATE})
+    for param, unit in zip((p for group in groups for p in group["params"]), units, strict=True):
+        if unit is not None and unit["state"]:
+            optimizer.state[param] = {
+                name: entry.to(device) if isinstance(entry, Tensor) and name != "step" else entry
+                for name, entry in _restored(unit["state"], device).items()
+            }
+
+
+def _plain_of(owner: Any, path: str) -> Any:
+    return _plain(owner.state_dict(), path, type(owner).__name__)
 
 
 def _plain(value: Any, path: str, owner: str) -> Any:

@@ -16,6 +16,8 @@ class Shard(NamedTuple):
     X: Any
     y: Any
     on_ready: OnReady | None = None  # called during the backward pass, with the gradient entries that are complete
+    random: Any = None  # how far its random numbers have got in earlier stages
+    is_cut: bool = False  # X is what an earlier stage has handed over
 
 
 class Leaf(NamedTuple):
@@ -27,6 +29,20 @@ class Leaf(NamedTuple):
     used: frozenset[int] = frozenset()  # numbers of the parameters that got a gradient, where the model can tell
     weight: Any = None  # what the loss of the batch is divided by, this shard's part; None: its number of samples
 
+    def joined(self, earlier: "Leaf") -> "Leaf":
+        """With that of an earlier stage of the same shard."""
+        buffers = self.buffers if earlier.buffers is None else {**(self.buffers or {}), **earlier.buffers}
+        return self._replace(buffers=buffers, used=self.used | earlier.used)
+
+
+class Cut(NamedTuple):
+    """What goes from one stage of a network to the next for a shard, or comes back."""
+
+    values: list[Any]  # tensors, or None for a gradient that there is none of
+    random: Any = None  # how far the shard's random numbers have got, where any were drawn
+    form: Any = None  # the tuples and dicts that the tensors are in, where the framework has such (`crossing.py`)
+    sharing: tuple[int, ...] = ()  # numbers of tensors that share memory with another one
+
 
 class BatchSummary(NamedTuple):
     """What an update has to know about the whole batch."""
@@ -35,6 +51,7 @@ class BatchSummary(NamedTuple):
     buffers: list[Any]  # buffer updates of all shards, in shard order, on the rank's device
     used: frozenset[int]  # numbers of the parameters that got a gradient in any shard
     weights: list[float] | None = None  # of all shards, where the loss has weights of its own
+    norms: dict[str, float] | None = None  # of the gradients of all parameters, where no rank has them all
 
     @property
     def divisor(self) -> float:
@@ -68,7 +85,22 @@ class Replica(Protocol):
         """The leaves of these shards: one shard a call, or all of a rank's where they are computed layer by layer."""
 
     def update(self, step: int, total: Tensor, batch: BatchSummary) -> None:
-        """Applies the sum of all shards' gradients."""
+        """Applies the sum of all shards' gradients, or of those entries that it owns; None where it owns none."""
+
+    def gradient_norms(self, total: Tensor, batch: BatchSummary) -> dict[str, float]:
+        """The norm of each gradient that it would update by."""
+
+    def parameters(self, entries: range) -> Tensor:
+        """The values of these entries of its flat vector."""
+
+    def set_parameters(self, entries: range, values: Tensor) -> None:
+        """Replaces them."""
+
+    def finish_update(self) -> None:
+        """Called when all its parameters have their new values."""
+
+    def num_bytes(self) -> dict[str, int]:
+        """The memory of its parameters, of a gradient, and of the optimizer's state."""
 
     def measure(self, X: Any, y: Any) -> Measured:
         """Metrics of a few samples."""
@@ -100,8 +132,43 @@ class Replica(Protocol):
     def changed_state(self, before: dict[str, str], only_counters: bool = False) -> list[str]:
         """The names of what has changed of that since; or `only_counters`, of those."""
 
-    def state_dict(self) -> Any:
-        """What else a new replica needs to continue, as plain values and arrays: the optimizer's state."""
+    def state_dict(self) -> "ReplicaState":
+        """What else a new replica needs to continue: the optimizer's state of the parameters that it owns."""
+
+
+class ReplicaState(NamedTuple):
+    """A replica's state besides parameters and buffers, as plain values and arrays. Those of all ranks are merged."""
+
+    units: dict[str, Any]  # by name: the optimizer's state of a parameter, an average of it, a buffer that is not saved
+    common: dict[str, Any]  # what is the same on all ranks: settings of the optimizer, the scheduler's state
+
+
+class PartReplica(Replica, Protocol):
+    """A replica of a part of the model: a stage of the network, or a share of its layers."""
+
+    @property
+    def num_parameters(self) -> int:
+        """How many parameters are trained."""
+
+    @property
+    def owned(self) -> list[range]:
+        """The entries that each of the ranks updates that share the update of this part."""
+
+    @property
+    def updated(self) -> range:
+        """Those that this one does."""
+
+    def learning_rate(self, step: int) -> float | None:
+        """That of one of the last steps, where it has one."""
+
+    def forward(self, shard: Shard, stage: int, cut: Cut | None, all_gather: AllGatherTensors) -> Cut | None:
+        """Takes a shard through a stage; what the next one gets, or None after the last."""
+
+    def backward(self, number: int, stage: int, gradients: list[Any] | None) -> tuple[Leaf, list[Any]]:
+        """Takes a shard back: its leaf, and the gradients of what came with its cut."""
+
+    def measure_stage(self, shard: Shard, stage: int, cut: Cut | None, all_gather: AllGatherTensors) -> Cut | Measured:
+        """Takes samples through a stage to evaluate them; after the last, their metrics."""
 
 
 class Capturable(Protocol):

@@ -11,15 +11,16 @@ from torch import Tensor, nn
 from lockstep.backends.torch import BACKEND
 from lockstep.core.errors import RunError
 from lockstep.core.random import shard_seed
-from lockstep.data.dataset import map_leaves
-from lockstep.models.losses import LOSSES, LossSum, PerSample, summed
+from lockstep.data.dataset import leaves_of, map_leaves
+from lockstep.models.losses import LOSSES, LossSum, PerSample, has_own_kernel, summed
 from lockstep.models.model_loss import ModelLoss
+from lockstep.models.whole_set_metrics import arrays_for
 from lockstep.replicas import module_state
 from lockstep.replicas.compiled_blocks import compile_blocks, with_compiled_blocks
 from lockstep.replicas.keyed_random import KeyedRandom, no_draws_outside_of_pytorch, rng_state
 from lockstep.replicas.loss_check import check_separable
 from lockstep.replicas.memory_format import channels_last
-from lockstep.replicas.replica import Shard
+from lockstep.replicas.replica import Measured, Shard
 from lockstep.replicas.shard_module import ShardModule
 from lockstep.replicas.train_spec import TrainSpec
 
@@ -104,7 +105,7 @@ class ShardLoss:
         self, module: nn.Module, random: KeyedRandom, shard: Shard, compute: Callable[[nn.Module, Shard], Any]
     ) -> Any:
         seed = shard_seed(self._spec.seed, self.step, shard.number)
-        with random.as_default(seed) if self._spec.compiles else random.start(seed):
+        with random.as_default(seed) if self._spec.compiles else random.start(seed, shard.random):
             return compute(module, shard)
 
     def loss_of(self, module: nn.Module, shard: Shard) -> LossSum:
@@ -115,7 +116,8 @@ class ShardLoss:
             self._checks_loss = False
             with self.autocast():
                 check_separable(self.function, output, shard.y, shard.num_samples)
-        loss_of = self._compiled_loss if self._is_compiled(shard) else self.function
+        is_compiled = self._is_compiled(shard) and not has_own_kernel(self.function, output, shard.y)
+        loss_of = self._compiled_loss if is_compiled else self.function
         with self.watched(), self.autocast():
             found = summed(loss_of, "loss", output, shard.y, shard.num_samples)
         self._has_computed = True
@@ -132,7 +134,7 @@ class ShardLoss:
         with self.watched(), self.autocast():
             call = self._compiled if self._is_compiled(shard) else module_state.call
             try:
-                output = call(module, self.in_memory_format(shard.X))
+                output = call(module, shard.X if shard.is_cut else self.in_memory_format(shard.X))
             except ValueError as problem:
                 if shard.num_samples > 1 or "more than 1 value per channel" not in str(problem):
                     raise
@@ -147,6 +149,17 @@ class ShardLoss:
                 f"on the shard: devices would end with different parameters. Leave that out."
             )
         return output
+
+    def measured(self, output: Any, X: Any, y: Any) -> Measured:
+        """The loss and metrics of some samples, from the model's output for them."""
+        num_samples = next(len(leaf) for leaf in leaves_of((y, X)) if isinstance(leaf, Tensor) and leaf.ndim)
+        metrics = {n: (f"metric {n}", m) for n, m in self._spec.metrics.items()}
+        if not self._spec.loss_over_batch:  # which has no value for a part of the samples
+            metrics = {"loss": ("loss", self.function), **metrics}
+        sums = {n: summed(metric, what, output, y, num_samples) for n, (what, metric) in metrics.items()}
+        outputs = arrays_for(output, y) if self._spec.keeps_outputs else None
+        found = {n: [float(s.total), num_samples if s.weight is None else float(s.weight)] for n, s in sums.items()}
+        return Measured(found, outputs)
 
     def watched(self) -> AbstractContextManager[None]:
         """Refuses draws from generators that all ranks share."""

@@ -10,6 +10,7 @@ from torch import nn
 from lockstep.models.losses import PerSample
 from lockstep.optim.lr_schedule import LRSchedule
 from lockstep.optim.torch_optimizers import MakeOptimizer
+from lockstep.replicas.stages import CutModule
 
 
 @dataclass
@@ -38,7 +39,16 @@ class TrainSpec:
     precision: str = "fp32"
     channels_last: bool = False  # memory format of images and of convolution kernels
     compiled_sizes: frozenset[int] = frozenset()  # shards with so many samples are compiled; others are not worth it
+    num_slices: int = 0  # of a layer's output units; 0: layers are not sliced
+    in_one_piece: frozenset[str] = frozenset()  # layers that are not sliced
+    cut: CutModule | None = None  # the module in stages
+    names: tuple[str, ...] = ()  # of all trained parameters, in model order; of sliced layers, those of their slices
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of these
     drawing: Drawing = field(default_factory=Drawing)
+
+    def without_values(self, name: str) -> nn.Parameter:
+        """A parameter's shape, for a rank that does not update it."""
+        return nn.Parameter(torch.empty(self.shapes[name], device="meta"))
 
     @property
     def compiles(self) -> bool:

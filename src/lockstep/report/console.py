@@ -1,6 +1,7 @@
 """A run on the terminal: a progress bar on standard error, or plain lines where that is not a terminal."""
 
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,8 +11,9 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lockstep.core.files import printable
-from lockstep.report.events import EpochDone, Event, Incident, RunDone, RunStarted, RunStopped, StepDone, Traced
+from lockstep.report.events import EpochDone, Event, Incident, Result, RunDone, RunStarted, RunStopped, StepDone, Traced
 
+SIZES = {"GB": 1e9, "MB": 1e6, "kB": 1e3}  # of memory, in bytes
 PLAIN_LINE_SECONDS = 10.0  # in a log, a line within an epoch at most this often
 
 
@@ -26,11 +28,11 @@ class Console:
     """Shows events as they come. Use it as a context manager; the bar is removed at the end."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        self._out = Output(file=stream or sys.stderr, highlight=False, soft_wrap=True)
+        self._out = Output(file=stream or sys.stderr, highlight=False)
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
-            TextColumn("{task.percentage:>3.0f}%  {task.fields[speed]:>7,.0f} samples/s"),
+            TextColumn("{task.percentage:>3.0f}%{task.fields[loss]}  {task.fields[speed]:>7,.0f} samples/s"),
             TimeRemainingColumn(),
             TextColumn("left"),
             console=self._out,
@@ -54,21 +56,27 @@ class Console:
                 self._step_done(event)
             case EpochDone():
                 self._epoch_done(event)
-            case Incident(sentence=sentence) | Traced(sentence=sentence):
+            case Incident(sentence=sentence):
                 self.note(sentence)
+            case Traced():
+                for line in event.lines or [event.sentence]:
+                    self.note(line)
             case RunStopped():
                 _end(self._progress)
             case RunDone(result):
                 _end(self._progress)
-                if result.peak_memory:
-                    peaks = ", ".join(f"{device} {_size(peak)}" for device, peak in result.peak_memory.items())
-                    self.note(f"peak memory: {peaks}{' (the whole process)' if 'cpu' in result.peak_memory else ''}")
-                if result.run is not None:
-                    self.note(f"recorded in {result.run} (curve.png, weights.safetensors, ...)")
+                for line in last_lines(result):
+                    self.note(line)
 
     def note(self, sentence: str) -> None:
-        """Shows a sentence."""
-        self._out.print(printable(sentence), markup=False, emoji=False)
+        """Shows a sentence. On a terminal, which would break a long line inside a word, it is wrapped between words."""
+        text = printable(sentence)
+        if self._out.is_terminal and len(text) > self._out.width:
+            text = "\n".join(
+                textwrap.fill(line, self._out.width, break_long_words=False, break_on_hyphens=False)
+                for line in text.splitlines()
+            )
+        self._out.print(text, soft_wrap=True, markup=False, emoji=False)
 
     def _run_started(self, event: RunStarted) -> None:
         self._started = event
@@ -76,11 +84,11 @@ class Console:
         if event.num_restarts and needs_bar:
             self._out.file.write("\r\x1b[2K")  # the bar of a process that has ended
         is_described = event.num_restarts and event.step  # by the process that started the run
-        for note in event.notes if is_described else _description(event):
+        for note in event.notes if is_described else description(event):
             self.note(note)
         if needs_bar:
             total = event.config["num_epochs"] * event.steps_per_epoch
-            self._progress.add_task("", total=total, completed=event.step, speed=0)
+            self._progress.add_task("", total=total, completed=event.step, speed=0, loss="")
             self._progress.start()
         self._start_epoch()
 
@@ -96,17 +104,17 @@ class Console:
         epoch = f"epoch {event.epoch}/{epochs}"
         if self._out.is_terminal:
             (task,) = self._progress.task_ids
-            self._progress.update(task, completed=event.step, description=epoch, speed=speed)
+            loss = f"  loss {event.loss:.4f}" if event.loss == event.loss else ""
+            self._progress.update(task, completed=event.step, description=epoch, speed=speed, loss=loss)
         elif now - self._last_line >= PLAIN_LINE_SECONDS:
             self._last_line = now
             left = (epochs * self._started.steps_per_epoch - event.step) * self._started.config["batch_size"] / speed
-            self.note(f"{epoch}: step {event.step}, {speed:,.0f} samples/s, about {left:.0f} s left")
+            loss = f" loss {event.loss:.4f}," if event.loss == event.loss else ""
+            self.note(f"{epoch}: step {event.step},{loss} {speed:,.0f} samples/s, about {left:.0f} s left")
 
     def _epoch_done(self, event: EpochDone) -> None:
         assert self._started is not None
-        epochs = self._started.config["num_epochs"]
-        epoch = f"epoch {event.epoch:>{len(str(epochs))}}/{epochs}"
-        self.note(f"{epoch}  loss {event.train_loss:.4f}  {_metrics(event)}{event.seconds:.1f} s")
+        self.note(epoch_line(event, self._started.config["num_epochs"]))
         self._start_epoch()
 
 
@@ -139,14 +147,14 @@ class FetchProgress:
         self.bar.update(self._tasks[what], completed=num_bytes, total=total)  # type: ignore[arg-type]
 
 
-def _description(event: RunStarted) -> list[str]:
+def description(event: RunStarted) -> list[str]:
     """The lines that a run starts with."""
     config = event.config
     test = f" and {event.num_test_samples:,} test" if event.num_test_samples else ""
     lines = [
         f"{event.model or config['model']} ({event.num_parameters:,} parameters) on {config['data']} "
         f"({event.num_train_samples:,} training{test} samples)",
-        f"batch {config['batch_size']} in {config['num_shards']} shards, {_optimization(config)}"
+        f"batch {config['batch_size']} in {config['num_shards']} shards, {_optimization(config)}{_split(config)}"
         f"exchange {config['exchange']}, engine {config['engine']}, {config['backend']} {event.backend_version} "
         f"on {_kind_of(event.devices)} [{', '.join(event.devices)}]",
         *event.notes,
@@ -155,6 +163,28 @@ def _description(event: RunStarted) -> list[str]:
         lines.append(f"The exchange {config['exchange']} adds in an order of its own: the bits depend on the devices.")
     if config["num_shards"] > config["batch_size"]:
         lines.append(f"A batch of {config['batch_size']} fills only {config['batch_size']} of the shards.")
+    return lines
+
+
+def epoch_line(event: EpochDone, num_epochs: int) -> str:
+    """The line of an epoch."""
+    epoch = f"epoch {event.epoch:>{len(str(num_epochs))}}/{num_epochs}"
+    return f"{epoch}  loss {event.train_loss:.4f}  {_metrics(event)}{event.seconds:.1f} s"
+
+
+def last_lines(result: Result) -> list[str]:
+    """The lines that a run ends with, before its result."""
+    lines = []
+    if result.peak_memory:
+        peaks = ", ".join(f"{device} {size(peak)}" for device, peak in result.peak_memory.items())
+        lines.append(f"peak memory: {peaks}{' (the whole process)' if 'cpu' in result.peak_memory else ''}")
+    held = [sum(of_rank.values()) for of_rank in result.device_memory]
+    if len(held) > 1:
+        by_device = ", ".join(f"{device} {size(each)}" for device, each in zip(result.devices, held, strict=True))
+        each = f"{size(held[0])} on every device" if len(set(held)) == 1 else by_device
+        lines.append(f"parameters, gradients and optimizer state: {each}")
+    if result.run is not None:
+        lines.append(f"recorded in {result.run} (curve.png, weights.safetensors, ...)")
     return lines
 
 
@@ -170,19 +200,30 @@ def _optimization(config: dict[str, Any]) -> str:
     return "".join(f"{part}, " for part in parts)
 
 
+def _split(config: dict[str, Any]) -> str:
+    """What devices share, where it is not the data alone."""
+    split = config["split"]
+    parts = [f"split {split}"] if "network" in split or "layers" in split else []
+    parts += [config["pipeline"]] if "network" in split else []
+    parts += [f"{config['num_slices']} slices"] if config["num_slices"] else []
+    parts += ["update sharded"] if config["update"] == "sharded" else []
+    return "".join(f"{part}, " for part in parts)
+
+
 def _metrics(event: EpochDone) -> str:
     named = {} if event.test_accuracy is None else {"acc": f"{event.test_accuracy:.4f}"}
     named |= {name: f"{value:.4g}" for name, value in event.metrics.items() if name != "accuracy"}
     return "".join(f"test {name} {value}  " for name, value in named.items())
 
 
-def _size(num_bytes: int) -> str:
-    """Bytes for people: 1.3 GB.
+def size(num_bytes: float) -> str:
+    """Bytes for people.
 
-    >>> _size(1_300_000_000), _size(420_000_000)
-    ('1.3 GB', '420 MB')
+    >>> size(1_300_000_000), size(420_000_000), size(2_100_000), size(4_500)
+    ('1.3 GB', '420 MB', '2.1 MB', '4.5 kB')
     """
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
+    unit, scale = next(((unit, scale) for unit, scale in SIZES.items() if num_bytes >= scale), ("kB", 1e3))
+    return f"{num_bytes / scale:,.{0 if num_bytes >= 10 * scale and unit != 'GB' else 1}f} {unit}"
 
 
 def _kind_of(devices: list[str]) -> str:

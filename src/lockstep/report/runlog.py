@@ -10,9 +10,12 @@ import fcntl
 import json
 import math
 import os
+import platform
+import stat
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from importlib import import_module
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -22,11 +25,13 @@ from safetensors.numpy import load, save
 
 from lockstep.core.errors import ConfigError, RunError
 from lockstep.core.files import read_regular
+from lockstep.core.interrupts import undone_when_terminated
 from lockstep.core.layout import Array
 from lockstep.core.torchrun_env import prints_result
 from lockstep.report.events import EpochDone, Event, Incident, RunDone, RunStarted, RunStopped, StepDone, Traced
+from lockstep.report.step_sampling import StepSampling
 
-MAX_JSON_BYTES, MAX_WEIGHT_BYTES = 1 << 20, 1 << 37
+MAX_JSON_BYTES = 1 << 20
 PART = ".part-"  # a file's name begins with it while it is written
 OWN_FILES = ("config.json", "metrics.jsonl", "result.json", "weights.safetensors", "checkpoints")
 LOCK_SECONDS = 10.0  # to wait for the processes of a run that was killed
@@ -39,6 +44,7 @@ class RunLog:
         self.folder, self._is_resumed = folder, is_resumed
         self._lock: int | None = None
         self._is_new = False
+        self._started: RunStarted | None = None
         check_folder(folder, is_resumed)
 
     def claim(self) -> None:
@@ -60,7 +66,12 @@ class RunLog:
                     what = "Wait for it, or end it" if self._is_resumed else "Choose another --out"
                     raise ConfigError(f"Another run is under way in {self.folder}. {what}.") from problem
                 time.sleep(0.1)
-        if not self._is_resumed and not is_empty(self.folder):
+        try:
+            is_ours = self._is_resumed or is_empty(self.folder)
+        except OSError as problem:
+            self.close()
+            raise ConfigError(f"{self.folder} cannot be read: {problem.strerror}. Choose another --out.") from problem
+        if not is_ours:
             self.close()
             raise ConfigError(f"Another run has just started in {self.folder}. Choose another --out.")
 
@@ -70,11 +81,12 @@ class RunLog:
             if self._is_new:
                 with contextlib.suppress(OSError):  # it is not empty
                     self.folder.rmdir()
-            os.close(self._lock)
+            with contextlib.suppress(OSError):  # of a disk that fails: it is closed all the same
+                os.close(self._lock)
             self._lock = None
 
     def write(self, event: Event) -> None:
-        """Records one event; of steps, only what an epoch's line sums up."""
+        """Records one event; of steps, one in every `--log-every`."""
         try:
             match event:
                 case RunStarted():
@@ -82,18 +94,21 @@ class RunLog:
                         for part in (*self.folder.glob(".part-*"), *self.folder.glob("checkpoints/.part-*")):
                             part.unlink(missing_ok=True)  # an incomplete file of a run that was killed
                     settings = {**event.config, "data_sha256": event.data_sha256, "made_with": event.made_with}
+                    settings["versions"] = {"lockstep": package_version(), "python": platform.python_version()}
                     self._text("config.json", to_json(settings, indent=2))
                     is_new = event.step == 0 and event.num_restarts == 0
+                    self._started, self._steps = event, StepSampling(event)
                     self._line("started" if is_new else "resumed", asdict(event))
                 case StepDone():
-                    pass
+                    if values := self._steps.sampled(event):
+                        self._line("step", {"epoch": event.epoch, "step": event.step, **values})
                 case Incident():
                     self._line(event.kind, {"sentence": event.sentence})
                 case EpochDone():
                     self._line("epoch", asdict(event))
                 case Traced():
                     self._text("trace.json", to_json(event.chrome))
-                    self._line("traced", {"sentence": event.sentence})
+                    self._line("traced", {"sentence": event.sentence, "explanation": event.explanation})
                 case RunDone(result):
                     self._weights_and_curve({**result.params, **result.buffers}, result.history)
                     fields = result.summary()
@@ -108,25 +123,31 @@ class RunLog:
 
     def _weights_and_curve(self, weights: dict[str, Array], history: list[EpochDone]) -> None:
         from lockstep.report.plots import draw_curve  # matplotlib takes half a second to load: at the end, not before
+        from lockstep.report.run_picture import caption_of, steps_of
 
         if weights:  # none where no epoch was finished since the run was resumed
             write_whole(self.folder / "weights.safetensors", lambda path: path.write_bytes(save(weights)))
         if history:
-            write_whole(self.folder / "curve.png", lambda path: draw_curve(history, path))
+            caption, steps = caption_of(self._started, history), steps_of(self.folder)
+            write_whole(self.folder / "curve.png", lambda path: draw_curve(history, path, caption, steps))
 
     def _text(self, name: str, content: str) -> None:
         write_whole(self.folder / name, lambda path: path.write_text(content + "\n", encoding="utf-8"))
 
     def _line(self, kind: str, fields: dict[str, Any]) -> None:
         def opener(path: str, flags: int) -> int:
-            return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+            descriptor = os.open(path, flags | os.O_NOFOLLOW, 0o666)
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                os.close(descriptor)
+                raise OSError(errno.ESPIPE, "It is not a regular file", str(path))
+            return descriptor
 
         with open(self.folder / "metrics.jsonl", "ab+", opener=opener) as out:
             if out.tell():
                 out.seek(-1, os.SEEK_END)
                 if out.read(1) != b"\n":  # half a line, of a run that was killed
                     out.write(b"\n")
-            out.write(to_json({"event": kind, **fields}).encode() + b"\n")
+            out.write(to_json({"event": kind, "time": round(time.time(), 3), **fields}).encode() + b"\n")
 
 
 @contextlib.contextmanager
@@ -141,13 +162,14 @@ def new_folder(name: str) -> Iterator[Path]:
         yield parent / name
         return
     made = [parent] if not parent.exists() else []
-    folder = next(folder for folder in map(parent.joinpath, names) if _is_made(folder))
-    try:
-        yield folder
-    finally:
-        with contextlib.suppress(OSError):  # not empty
-            for path in (folder, *made):
-                path.rmdir()
+    with undone_when_terminated():
+        folder = next(folder for folder in map(parent.joinpath, names) if _is_made(folder))
+        try:
+            yield folder
+        finally:
+            with contextlib.suppress(OSError):  # not empty
+                for path in (folder, *made):
+                    path.rmdir()
 
 
 def _is_made(folder: Path) -> bool:
@@ -188,25 +210,32 @@ def check_folder(folder: Path, is_resumed: bool = False) -> None:
         raise ConfigError(f"{folder} {problem} another --out.")
 
 
-def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, Array]]:
-    """The settings and the weights of a finished run. The files are not trusted."""
-    weights_file = folder / "weights.safetensors"
+def read_run(folder: Path) -> dict[str, Any]:
+    """The settings of a finished run. The files are not trusted."""
     if not os.path.isfile(folder / "config.json"):
         raise ConfigError(f"{folder} is not a run: it has no config.json. Give the folder of one, like runs/NAME.")
-    if not os.path.isfile(weights_file):
+    if not os.path.isfile(folder / "weights.safetensors"):
         hint = f"Finish it: lockstep train --resume --out {folder}"
         raise ConfigError(f"{folder} is a run that has not finished: it has no weights.safetensors. {hint}.")
-    config = read_settings(folder)
+    return read_settings(folder)
+
+
+def read_weights(folder: Path, max_bytes: int) -> dict[str, Array]:
+    """The weights of a finished run, whose model has no more bytes. The file is not trusted."""
+    weights_file = folder / "weights.safetensors"
     try:
-        content = read_regular(weights_file, MAX_WEIGHT_BYTES)
-        return config, load(content)
+        return load(read_regular(weights_file, max_bytes))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as problem:
         raise ConfigError(f"{weights_file} is damaged: {problem}. Restore the file, or train again.") from problem
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
     """The settings in a run's config.json, which is not trusted."""
-    config_file = folder / "config.json"
+    return read_settings_file(folder / "config.json")
+
+
+def read_settings_file(config_file: Path) -> dict[str, Any]:
+    """The settings in a file like config.json."""
     try:
         config = json.loads(read_regular(config_file, MAX_JSON_BYTES))
     except (OSError, ValueError, RecursionError) as problem:
@@ -216,18 +245,23 @@ def read_settings(folder: Path) -> dict[str, Any]:
     return config
 
 
+def package_version() -> str:
+    """Lockstep's own version, which stands at the top of the package, above what may be imported here."""
+    return str(import_module("lockstep").__version__)
+
+
 def to_json(value: Any, indent: int | None = None) -> str:
     """`value` as JSON; on one line unless `indent` is given."""
-    return json.dumps(_plain(value), indent=indent, allow_nan=False)
+    return json.dumps(plain(value), indent=indent, allow_nan=False)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """The value as JSON can hold it: a number that is not finite becomes null, a path a string."""
     match value:
         case dict():
-            return {name: _plain(entry) for name, entry in value.items()}
+            return {name: plain(entry) for name, entry in value.items()}
         case list() | tuple():
-            return [_plain(entry) for entry in value]
+            return [plain(entry) for entry in value]
         case float() if not math.isfinite(value):
             return None
         case Path():
@@ -241,6 +275,8 @@ def what_to_do(problem: OSError) -> str:
         return "Free some space"
     if problem.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
         return "The folder was removed or renamed: put it back"
+    if problem.errno in (errno.EISDIR, errno.ENOTEMPTY, errno.ESPIPE):
+        return f"Remove what is in the place of a file: {problem.filename2 or problem.filename}"
     return "Look for what fails on that disk" if problem.errno == errno.EIO else "Make it writable"
 
 

@@ -52,7 +52,7 @@ class OneThread:
         # a step in which rank r has shard r; of it, only the exchange is run
         entries, shards = range(num_entries), tuple(range(rank, rank + 1) for rank in range(len(devices)))
         schedule = data_parallel(DataParallel(shards, entries, (entries,), exchange))
-        group = ThreadGroup(backend, devices, devices, busy=[])
+        group = ThreadGroup(backend, devices, devices)
         self._interpreters = [
             Interpreter(Rank(rank, device, backend, Position()), schedule, group.transport(rank))
             for rank, device in enumerate(devices)

@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, cast
 
 from lockstep.backends import GraphCapture, LossFuture, Tensor
 from lockstep.core.errors import CaptureError, LockstepError, RankError, RunError
 from lockstep.core.source_lines import user_source_line
+from lockstep.core.tracing import SpanName, Trace, span, traced
 from lockstep.data.batch import Batch
 from lockstep.parallel.data import DataParallel, data_parallel
 from lockstep.partition.balance import Balance
@@ -31,6 +33,8 @@ from lockstep.runtime.thread_transport import ThreadGroup
 from lockstep.schedules.exchanges import NATIVE
 from lockstep.schedules.instructions import ForwardBackward, Instruction, Update
 from lockstep.schedules.proof import one_thread_order
+
+NUM_TIMED = 15  # replays that a time is the median of
 
 
 def captured_or_eager_steps(
@@ -109,10 +113,42 @@ class CapturedSteps:
             captured = self._captured[key]
             for replica in self._replicas:
                 replica.begin_replay(step)
-            captured.replay()
-            if not with_update:
-                self._update_after(captured, step)
+            with traced(self._trace(step)):
+                with span(SpanName.COMPUTE):  # with the exchange, and an update that is the same in every step
+                    captured.replay()
+                if not with_update:
+                    with span(SpanName.UPDATE):
+                        self._update_after(captured, step)
             return self._capture.copy_to_host(captured.losses)
+
+    def _trace(self, step: int) -> Trace | None:
+        """All ranks are one graph: what it does is shown as the work of the first."""
+        if not self._engine.traces:
+            return None
+        self._engine.traces[0].start_step(step)
+        return self._engine.traces[0]
+
+    def seconds_without_update(self, step: int, batch: Batch, num_shards: int) -> float:
+        """Captures a step in so many shards, without an update, and replays it: how long the GPU takes for it."""
+        before, self._options = self._options, self._options._replace(num_shards=num_shards)
+        try:
+            assert batch.static is not None, "steps were captured"
+            with self._capture.stream():
+                batch.static(0).fill()
+                captured = self._capture_within_memory(step, batch, with_update=False)
+                times = [self._seconds_of(captured, step) for _ in range(NUM_TIMED)]
+        finally:
+            self._options = before
+        return median(times)
+
+    def _seconds_of(self, captured: CapturedStep, step: int) -> float:
+        self._engine.backend.synchronize(self._engine.devices[0])
+        for replica in self._replicas:
+            replica.begin_replay(step)
+        began = time.perf_counter()
+        captured.replay()
+        self._engine.backend.synchronize(self._engine.devices[0])
+        return time.perf_counter() - began
 
     def _capture_within_memory(self, step: int, batch: Batch, with_update: bool) -> CapturedStep:
         """The captured step. Where shards side by side take too much memory, they are captured one after the other."""
@@ -161,7 +197,7 @@ class CapturedSteps:
         max_addends = self._capture.max_addends
         split = DataParallel(ranges, entries, (entries,), self._options.exchange, max_addends=max_addends)
         schedule = data_parallel(split)
-        group = ThreadGroup(engine.backend, engine.devices, engine.devices, busy=[])  # all are one GPU
+        group = ThreadGroup(engine.backend, engine.devices, engine.devices)  # all are one GPU
         interpreters = [
             Interpreter(
                 Rank(rank, device, engine.backend, Position()),

@@ -9,8 +9,10 @@ from lockstep.core.device import Device
 from lockstep.core.layout import Array
 from lockstep.core.tracing import Trace
 from lockstep.data.batch import Batch
-from lockstep.replicas.replica import Replica
-from lockstep.schedules.instructions import ForwardBackward, Schedule
+from lockstep.replicas.replica import BatchSummary, Leaf, Measured, Replica
+from lockstep.schedules.instructions import Forward, ForwardBackward, Measure, Schedule
+
+COMPUTES = {ForwardBackward, Forward, Measure}
 
 
 class StepInput(NamedTuple):
@@ -29,6 +31,34 @@ class RankResult(NamedTuple):
     used: list[int]  # numbers of the parameters that got a gradient
     seconds: float  # that the rank took for its shards
     weights: list[Any]  # one for each shard, where the loss has weights of its own
+    norms: dict[str, float] | None = None  # of the gradients that the rank updates by, where clipping needs all
+
+    @classmethod
+    def of_leaves(cls, leaves: Sequence[Leaf], seconds: float) -> Self:
+        """From what its shards gave; a stage that is not the last has no losses."""
+        return cls(
+            losses=[leaf.loss for leaf in leaves if leaf.loss is not None],
+            buffers=[leaf.buffers for leaf in leaves if leaf.buffers is not None],
+            used=sorted(frozenset[int]().union(*(leaf.used for leaf in leaves))),
+            seconds=seconds if leaves else 0.0,
+            weights=[leaf.weight for leaf in leaves if leaf.weight is not None],
+        )
+
+
+def ranks_together(schedule: Schedule, rank: int) -> Sequence[int]:
+    """The ranks that this one exchanges tensors with in mid-forward: those that share layers, or have shards."""
+    return schedule.layer_group(rank) if schedule.num_layer_ranks > 1 else ranks_with_shards(schedule)
+
+
+def summary_of(results: Sequence[RankResult], schedule: Schedule, rank: int, work: StepInput) -> BatchSummary:
+    """What the update of one rank has to know about the whole batch: buffers are those of the part that it holds."""
+    same_part = [results[other] for other in schedule.replicas_of(rank)]
+    return BatchSummary(
+        shard_sizes=[len(shard) for shard in work.shards],
+        buffers=[buffers for other in same_part for buffers in other.buffers],
+        used=frozenset(number for other in same_part for number in other.used),
+        weights=weights_of([results[other] for other in schedule.ranks_with_losses()]),
+    )
 
 
 class StepResult(NamedTuple):
@@ -39,10 +69,11 @@ class StepResult(NamedTuple):
     weights: list[float] | None  # of all shards, where the loss has weights of its own
 
     @classmethod
-    def of_ranks(cls, ranks: Sequence[RankResult]) -> Self:
+    def of_ranks(cls, schedule: Schedule, results: Sequence[RankResult]) -> Self:
         """From the results of all ranks."""
+        ranks = [results[rank] for rank in schedule.ranks_with_losses()]
         losses = [float(loss) for rank in ranks for loss in rank.losses]
-        return cls(losses, [rank.seconds for rank in ranks], weights_of(ranks))
+        return cls(losses, [rank.seconds for rank in results], weights_of(ranks))
 
 
 def weights_of(ranks: Sequence[RankResult]) -> list[float] | None:
@@ -72,7 +103,7 @@ class Rank(NamedTuple):
 
 def ranks_with_shards(schedule: Schedule) -> list[int]:
     """The ranks that have shards."""
-    return [rank for rank, program in enumerate(schedule.programs) if ForwardBackward in map(type, program.compute)]
+    return [rank for rank, program in enumerate(schedule.programs) if COMPUTES.intersection(map(type, program.compute))]
 
 
 class Engine(Protocol):
@@ -88,6 +119,10 @@ class Engine(Protocol):
     def __exit__(self, *error: object) -> None: ...
     def run(self, schedule: Schedule, replicas: Sequence[Replica], work: StepInput) -> StepResult:
         """Executes a step. Nobody waits for anybody in the update: a step is done, or has not happened."""
+        ...
+
+    def measure(self, schedule: Schedule, replicas: Sequence[Replica], work: StepInput) -> list[list[Measured]]:
+        """What each local rank has measured, of samples that go through parts of the model."""
         ...
 
     def use_captures(self, captures: list[Any]) -> None:

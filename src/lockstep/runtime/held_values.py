@@ -42,9 +42,10 @@ class HeldValues:
                 return found
         return None
 
-    def drop(self, node: Node) -> None:
+    def drop(self, value: Partial) -> None:
         """Nobody needs it any more: its memory is free."""
-        del self._found[node]
+        kept = [(entries, tensor) for entries, tensor in self._found[value.node] if entries != value.entries]
+        self._found[value.node] = kept
 
     def clear(self) -> None:
         """Drops all."""

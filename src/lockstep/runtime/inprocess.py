@@ -21,8 +21,8 @@ from lockstep.core.errors import LockstepError, RankError, RankTimeout
 from lockstep.core.layout import Array
 from lockstep.core.source_lines import source_line_of, user_source_line
 from lockstep.core.tracing import Trace, traced
-from lockstep.replicas.replica import Replica
-from lockstep.runtime.engine import Position, Rank, StepInput, StepResult, ranks_with_shards
+from lockstep.replicas.replica import Measured, Replica
+from lockstep.runtime.engine import Position, Rank, StepInput, StepResult
 from lockstep.runtime.interpreter import Interpreter
 from lockstep.runtime.rank_thread import RankThread
 from lockstep.runtime.thread_transport import ThreadGroup
@@ -53,7 +53,7 @@ class InProcess:
         self.local_ranks = range(self.num_ranks)
         self.traces: list[Trace] = []  # one for each rank, while a run is traced
         self._captures: list[Any] = []  # one for each rank, where each captures its own shards
-        self._memories: list[Device] = []  # where each rank's tensors are: logical CPU devices may share one memory
+        self.memories: list[Device] = []  # where each rank's tensors are: logical CPU devices may share one memory
         self._positions = [Position() for _ in devices]
         self._undo = ExitStack()
         self._workers: list[RankThread] = []
@@ -71,7 +71,7 @@ class InProcess:
             for rank in self.local_ranks:
                 self._workers.append(RankThread(f"lockstep-rank-{rank}", rank))
             self._undo.callback(self._end_threads)
-            self._memories = self.each("start", self._start_worker)
+            self.memories = self.each("start", self._start_worker)
         except BaseException:
             self.close()
             raise
@@ -108,9 +108,19 @@ class InProcess:
         ranks = zip(self._workers, self._interpreters, replicas, strict=True)
         futures = [w.submit(i.run, work, replica, self._start_exchange) for w, i, replica in ranks]
         try:
-            return StepResult.of_ranks(self._results(futures)[0])
+            return StepResult.of_ranks(schedule, self._results(futures)[0])
         except BaseException:
             self._schedule = None  # those that waited for each other have given up: the next step starts anew
+            raise
+
+    def measure(self, schedule: Schedule, replicas: Sequence[Replica], work: StepInput) -> list[list[Measured]]:
+        if schedule is not self._schedule:
+            self._connect(schedule)
+        ranks = zip(self._workers, self._interpreters, replicas, strict=True)
+        try:
+            return self._results([w.submit(i.measure, work, replica) for w, i, replica in ranks])
+        except BaseException:
+            self._schedule = None
             raise
 
     def use_captures(self, captures: list[Any]) -> None:
@@ -119,7 +129,7 @@ class InProcess:
     def _connect(self, schedule: Schedule) -> None:
         """Interpreters for a schedule, connected to each other; kept while the schedule stays the same."""
         timeout = None if schedule.overlaps else self.timeout  # if it overlaps, the wait for it has the deadline
-        self._group = ThreadGroup(self.backend, self.devices, self._memories, ranks_with_shards(schedule), timeout)
+        self._group = ThreadGroup(self.backend, self.devices, self.memories, timeout)
         self._interpreters = []
         for rank, device in enumerate(self.devices):
             trace = self.traces[rank] if self.traces else None
@@ -197,7 +207,7 @@ class InProcess:
             if not isinstance(error, Cancelled):
                 raise error
         if self._late or errors:
-            raise RankTimeout(f"the others waited {self.timeout or 0:g} s (--timeout): {self._stragglers()}")
+            raise RankTimeout(f"the others waited {self.timeout or 0:g} s (--timeout): {self._stragglers()}.")
         return [future.result() for future in futures]
 
     def _stragglers(self) -> str:
@@ -217,7 +227,7 @@ class InProcess:
         """All ranks are in this process: nobody waits elsewhere."""
 
     def place(self, array: Array) -> list[Tensor]:
-        first = [self._memories.index(memory) for memory in self._memories]
+        first = [self.memories.index(memory) for memory in self.memories]
         placed = self.each(
             "copying data to the device",
             lambda rank, device: self.backend.from_numpy(array, device) if first[rank] == rank else None,

@@ -6,26 +6,34 @@ Engines differ in who calls it: a thread for each rank, the main thread of a ran
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from contextlib import AbstractContextManager
+from functools import partial
+from itertools import takewhile
+from typing import Any, Protocol, cast
 
 from lockstep.backends import Tensor, flat
-from lockstep.core.errors import LockstepError, RankError
-from lockstep.core.source_lines import user_source_line
-from lockstep.core.tracing import WAIT, span, traced
-from lockstep.replicas.replica import BatchSummary, Leaf, Replica, Shard
+from lockstep.core.tracing import WAIT, SpanName, span, traced
+from lockstep.replicas.replica import BatchSummary, Leaf, Measured, PartReplica, Replica, Shard
 from lockstep.runtime.bucket_queue import BucketQueue
-from lockstep.runtime.engine import Rank, RankResult, StepInput, weights_of
+from lockstep.runtime.engine import Rank, RankResult, StepInput, ranks_together, summary_of
 from lockstep.runtime.held_values import HeldValues
-from lockstep.runtime.out_of_memory import OutOfMemoryCause, is_out_of_memory
-from lockstep.runtime.transport import Cancelled, TransferGroup, Transport
+from lockstep.runtime.out_of_memory import OutOfMemoryCause
+from lockstep.runtime.part_passes import PartPasses
+from lockstep.runtime.rank_errors import errors_named, out_of_memory_explained
+from lockstep.runtime.transfers import Transfers
+from lockstep.runtime.transport import Transport
 from lockstep.runtime.workspace import Workspace
 from lockstep.schedules.instructions import (
     Add,
     AllGather,
     AllReduce,
+    Backward,
     Communicate,
+    Forward,
     ForwardBackward,
+    GatherNorms,
     Instruction,
+    Measure,
     Partial,
     RankProgram,
     Schedule,
@@ -61,8 +69,12 @@ class Interpreter:
     ) -> None:
         self.rank, self._transport, self._capture = rank, transport, capture
         self._fused_add = capture.fused_add if capture else fused_add
-        self._entries, self._overlaps = schedule.entries, schedule.overlaps
+        self._schedule, self._overlaps = schedule, schedule.overlaps
         self.program: RankProgram = schedule.programs[rank.number]
+        self._entries = self.program.entries
+        self._whole = {self._entries, *(i.entries for i in self.program.compute if isinstance(i, Backward))}
+        self._all_gather_tensors = partial(transport.all_gather_tensors, ranks_together(schedule, rank.number))
+        self._passes = PartPasses(schedule, self._all_gather_tensors)
         self.workspace = Workspace(rank.backend, rank.device, self.program)
         computed = [i.shards for i in self.program.compute if isinstance(i, ForwardBackward)]
         self._last_shards = computed[-1] if computed else range(0)
@@ -72,70 +84,76 @@ class Interpreter:
         self.own_shards = range(computed[0].start, computed[-1].stop) if computed else range(0)
         self.held = HeldValues(rank.backend)
         self._num_done = 0  # instructions of the exchange that were done with the shards
-        self._groups: dict[tuple[int, int], Communicate] = {}  # under way
+        self._transfers = Transfers(transport, self.workspace)
+        self._transfers.begin(self.held, self._passes, None)
         self.total: Tensor | None = None  # once the exchange is over
+        self.results: Callable[[], list[RankResult]] = list  # what shards of all ranks leave besides gradients; waits
 
     def begin(self, work: StepInput, replica: Replica) -> None:
         """Makes ready for a step."""
         self._work, self._replica, self._began = work, replica, time.perf_counter()
         self.held, self.total, self._num_done = HeldValues(self.rank.backend), None, 0
         self._leaves: list[Leaf] = []
+        self._norms: dict[str, float] | None = None  # of all gradients, once they are gathered
+        self._of_stages: dict[int, Leaf] = {}  # the same, by shard, of stages
         self._buckets = BucketQueue(self._bucket_ranges)
+        self._passes = PartPasses(self._schedule, self._all_gather_tensors)
+        self._transfers.begin(self.held, self._passes, replica)
 
     def run(self, work: StepInput, replica: Replica, start_exchange: StartExchange) -> list[RankResult]:
         """A whole step; the results of all ranks. An error names this rank and the phase it was in."""
         rank = self.rank
-        try:
-            with traced(rank.trace, lambda: rank.backend.synchronize(rank.device)):
-                self.begin(work, replica)
-                replica.begin_step(work.step)
-                wait_for_exchange = start_exchange(self) if self._overlaps else None
-                rank.position.phase = "forward and backward"
-                with span(rank.position.phase):
-                    is_captured = self._capture is not None and self._capture.compute(self, work)
-                    for instruction in self.program.compute:
-                        if not is_captured or isinstance(instruction, AllGather):
-                            _HANDLERS[type(instruction)](self, instruction)
-                rank.position.phase = "exchange"
-                if wait_for_exchange is None:
-                    self.exchange()
-                else:
-                    with span(WAIT):
-                        wait_for_exchange()
-                results = self.results()
-                rank.position.phase = "update"
-                with span(rank.position.phase):
-                    for instruction in self.program.update:
-                        _HANDLERS[type(instruction)](self, instruction)
-                rank.backend.synchronize(rank.device)
-                return results
-        except BaseException as problem:
-            self.cancel()
-            if isinstance(problem, (LockstepError, Cancelled)) or not isinstance(problem, (Exception, SystemExit)):
-                raise
-            raise RankError(
-                rank.number, rank.device, rank.position.phase, problem, user_source_line(problem)
-            ) from problem
+        with errors_named(rank, self.cancel), traced(rank.trace, lambda: rank.backend.synchronize(rank.device)):
+            self.begin(work, replica)
+            replica.begin_step(work.step)
+            wait_for_exchange = start_exchange(self) if self._overlaps else None
+            rank.position.phase = "forward and backward"
+            with span(SpanName.COMPUTE, synchronizes=True):
+                is_captured = self._capture is not None and self._capture.compute(self, work)
+                for instruction in self.program.compute:
+                    if not is_captured or isinstance(instruction, AllGather):
+                        self.execute(instruction)
+            rank.position.phase = "exchange"
+            if wait_for_exchange is None:
+                self.exchange()
+            else:
+                with span(WAIT):
+                    wait_for_exchange()
+            results = self.results()
+            rank.position.phase = "update"
+            with span(SpanName.UPDATE, synchronizes=True):
+                for instruction in self.program.update:
+                    self.execute(instruction)
+                replica.finish_update()
+            rank.backend.synchronize(rank.device)
+            return results
+
+    def measure(self, work: StepInput, replica: Replica) -> list[Measured]:
+        """Evaluates samples that go through parts of the model; what this rank has measured."""
+        with errors_named(self.rank, self.cancel):
+            self.begin(work, replica)
+            self.rank.position.phase = "evaluation"
+            for instruction in self.program.compute:
+                self.execute(instruction)
+            self.rank.backend.synchronize(self.rank.device)
+            return self._passes.measured
 
     def exchange(self) -> None:
         """The second phase of a step; on a thread of its own, where it overlaps with the first."""
-        with span("exchange"):
+        with span(SpanName.EXCHANGE, synchronizes=True):
             for instruction in self.program.exchange[self._num_done :]:
-                _HANDLERS[type(instruction)](self, instruction)
+                self.execute(instruction)
             self.rank.backend.synchronize(self.rank.device)
             self.hold_total()
 
     def execute(self, instruction: Instruction) -> None:
-        """One instruction, for callers that run all ranks on one thread."""
+        """One instruction, also for callers that run all ranks on one thread."""
         _HANDLERS[type(instruction)](self, instruction)
 
     def add_own(self) -> None:
         """The additions that come before anything is communicated."""
-        while self._num_done < len(self.program.exchange):
-            instruction = self.program.exchange[self._num_done]
-            if not isinstance(instruction, Add):
-                return
-            self._add(instruction)
+        for instruction in takewhile(lambda i: isinstance(i, Add), self.program.exchange[self._num_done :]):
+            self.execute(instruction)
             self._num_done += 1
 
     def all_held(self) -> tuple[list[Leaf], HeldValues, int]:
@@ -145,38 +163,31 @@ class Interpreter:
     def hold_all(self, leaves: list[Leaf], held: HeldValues, num_done: int) -> None:
         """All of it was done by a replay: takes what was left."""
         self.held, self._leaves, self._num_done = held.copy(), leaves, num_done
+        self._transfers.begin(self.held, self._passes, self._replica)
 
     def cancel(self) -> None:
         """This rank has failed: wakes the threads of this process that wait for it."""
         self._buckets.cancel()
         self._transport.cancel()
 
-    def results(self) -> list[RankResult]:
-        """What the shards of all ranks leave besides gradients; waits for them."""
-        return self._wait_for_results()
-
     def summary(self) -> BatchSummary:
         """What the update has to know about the whole batch."""
-        ranks = self.results()
-        return BatchSummary(
-            shard_sizes=[len(shard) for shard in self._work.shards],
-            buffers=[buffers for rank in ranks for buffers in rank.buffers],
-            used=frozenset(number for rank in ranks for number in rank.used),
-            weights=weights_of(ranks),
-        )
+        return summary_of(self.results(), self._schedule, self.rank.number, self._work)._replace(norms=self._norms)
 
     # --- one method for each instruction ---
 
+    def _fetch(self, number: int) -> Shard:
+        samples = self._work.shards[number]
+        with span(SpanName.DATA, number):
+            X, y = self._work.batch.fetch(self.rank.number, samples.start, samples.stop)
+        return Shard(number, len(samples), X, y)
+
     def _forward_backward(self, instruction: ForwardBackward) -> None:
-        work, shards = self._work, []
         is_last = instruction.shards == self._last_shards
-        for number in instruction.shards:
-            samples = work.shards[number]
-            with span("data"):
-                X, y = work.batch.fetch(self.rank.number, samples.start, samples.stop)
-            on_ready = self._buckets.on_ready if is_last and self._bucket_ranges else None
-            shards.append(Shard(number, len(samples), X, y, on_ready))
-        leaves = self._compute(shards)
+        on_ready = self._buckets.on_ready if is_last and self._bucket_ranges else None
+        shards = [self._fetch(number)._replace(on_ready=on_ready) for number in instruction.shards]
+        with self._memory_for(shards[0].num_samples), span(SpanName.COMPUTE, instruction.shards.start):
+            leaves = self._replica.forward_backward(shards, self._all_gather_tensors)
         for number, leaf in zip(instruction.shards, leaves, strict=True):
             if not (is_last and number == instruction.shards[-1] and self._overlaps):  # the exchange has it already
                 self.held.hold(Partial(Node(number, 1), self._entries), leaf.gradient)
@@ -185,26 +196,35 @@ class Interpreter:
             self.rank.backend.synchronize(self.rank.device)
             self._buckets.finish(flat(leaves[-1].gradient) if self._bucket_ranges else None)
 
-    def _compute(self, shards: list[Shard]) -> list[Leaf]:
-        try:
-            return self._replica.forward_backward(shards, self._transport.all_gather_tensors)
-        except BaseException as problem:
-            if not is_out_of_memory(problem):
-                raise
-            cause = OutOfMemoryCause(problem)
-        self.held.clear()
-        raise cause.to_error(self.rank, self._replica, self._work, shards[0].num_samples, self._transport)
+    def _forward(self, instruction: Forward) -> None:
+        with self._memory_for(len(self._work.shards[instruction.shard])), span(SpanName.FORWARD, *instruction):
+            self._passes.forward(instruction, cast(PartReplica, self._replica), self._fetch)
+
+    def _backward(self, instruction: Backward) -> None:
+        with self._memory_for(len(self._work.shards[instruction.shard])), span(SpanName.BACKWARD, *instruction[:2]):
+            leaf = self._passes.backward(instruction, cast(PartReplica, self._replica))
+        self.held.hold(Partial(Node(instruction.shard, 1), instruction.entries), leaf.gradient)
+        leaf, later = leaf._replace(gradient=None), self._of_stages.get(instruction.shard)  # where the rank has two
+        self._of_stages[instruction.shard] = leaf if later is None else later.joined(leaf)
+
+    def _measure(self, instruction: Measure) -> None:
+        self._passes.measure(instruction, cast(PartReplica, self._replica), self._fetch)
+
+    def _memory_for(self, num_samples: int) -> AbstractContextManager[None]:
+        """A full memory is explained by a shard of so many samples."""
+
+        def to_error(cause: OutOfMemoryCause) -> Exception:
+            self.held.clear()
+            self._transport.cancel()
+            whole = self._replica if self._schedule.num_parts == 1 else None  # others cannot be tried by one rank
+            return cause.to_error(self.rank, whole, self._work, num_samples, self._all_gather_tensors)
+
+        return out_of_memory_explained(to_error)
 
     def _all_gather(self, instruction: AllGather) -> None:
-        leaves = self._leaves
-        own = RankResult(
-            losses=[leaf.loss for leaf in leaves],
-            buffers=[leaf.buffers for leaf in leaves if leaf.buffers is not None],
-            used=sorted(frozenset().union(*(leaf.used for leaf in leaves))),
-            seconds=time.perf_counter() - self._began if leaves else 0.0,
-            weights=[leaf.weight for leaf in leaves if leaf.weight is not None],
-        )
-        self._wait_for_results = self._transport.all_gather(own)
+        leaves = self._leaves or [leaf for _, leaf in sorted(self._of_stages.items())]
+        own = RankResult.of_leaves(leaves, time.perf_counter() - self._began)
+        self.results = self._transport.all_gather(own)
 
     def _wait_for_backward(self, instruction: WaitForBackward) -> None:
         with span(WAIT):
@@ -224,25 +244,15 @@ class Interpreter:
             left, right = (self.held.vector(part) for part in instruction.parts)
             out = self.workspace.memory(instruction.total)
             total = self.rank.backend.add(left, right, left if out is None and self.workspace.accumulates else out)
-        if instruction.total.entries == self._entries:  # nobody else needs the parts: their memory is free
+        if instruction.total.entries in self._whole:  # nobody else needs the parts: their memory is free
             for part in instruction.parts:
-                self.held.drop(part.node)
+                self.held.drop(part)
         self.held.hold(instruction.total, total)
 
-    def _communicate(self, instruction: Communicate) -> None:
-        sends = [(send.to, self.held.vector(send.value)) for send in instruction.sends]
-        receives: list[tuple[int, Tensor | None]] = []
-        for value, source in instruction.receives:
-            by_reference = self._transport.shares_memory_with(source) and not self.workspace.is_total(value)
-            receives.append((source, None if by_reference else self.workspace.memory(value)))
-        self._transport.start(TransferGroup(instruction.bucket, instruction.round, sends, receives))
-        self._groups[instruction.bucket, instruction.round] = instruction
-
-    def _wait(self, instruction: Wait) -> None:
-        received = self._transport.finish(instruction.bucket, instruction.round)
-        group = self._groups.pop((instruction.bucket, instruction.round))
-        for receive, tensor in zip(group.receives, received, strict=True):
-            self.held.hold(receive.value, tensor)
+    def _gather_norms(self, instruction: GatherNorms) -> None:
+        norms = self._replica.gradient_norms(self.total, self.summary())
+        found = self._transport.all_gather(RankResult([], [], [], 0.0, [], norms))()
+        self._norms = {name: norm for rank in found for name, norm in (rank.norms or {}).items()}
 
     def _all_reduce(self, instruction: AllReduce) -> None:
         own = self.workspace.zeros(len(instruction.total.entries))
@@ -268,19 +278,22 @@ class Interpreter:
 
     def hold_total(self) -> None:
         """The exchange is over: all values but the total are dropped. What was received by reference has been read."""
-        (update,) = self.program.update
-        assert isinstance(update, Update), "it is the whole phase"
-        self.total = self.workspace.joined(update.total, [self.held.vector(part) for part in update.total])
+        (parts,) = [instruction.total for instruction in self.program.update if isinstance(instruction, Update)]
+        self.total = self.workspace.joined(parts, [self.held.vector(part) for part in parts]) if parts else None
         self.held.clear()
 
 
 _HANDLERS: dict[type, Callable[[Any, Any], None]] = {
     ForwardBackward: Interpreter._forward_backward,
+    Forward: Interpreter._forward,
+    Backward: Interpreter._backward,
+    Measure: Interpreter._measure,
     AllGather: Interpreter._all_gather,
     WaitForBackward: Interpreter._wait_for_backward,
     Add: Interpreter._add,
-    Communicate: Interpreter._communicate,
-    Wait: Interpreter._wait,
+    Communicate: lambda self, instruction: self._transfers.start(instruction),
+    Wait: lambda self, instruction: self._transfers.finish(instruction),
     AllReduce: Interpreter._all_reduce,
+    GatherNorms: Interpreter._gather_norms,
     Update: Interpreter._update,
 }

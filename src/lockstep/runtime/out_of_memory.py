@@ -5,9 +5,9 @@ import traceback
 from lockstep.backends import flat
 from lockstep.core.errors import OutOfMemory, PeerFailure
 from lockstep.core.source_lines import user_source_line
-from lockstep.replicas.replica import Replica, Shard
+from lockstep.replicas.replica import AllGatherTensors, Replica, Shard
 from lockstep.runtime.engine import Rank, StepInput
-from lockstep.runtime.transport import Cancelled, Transport
+from lockstep.runtime.transport import Cancelled
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -25,22 +25,27 @@ class OutOfMemoryCause:
         self._source_line, self._said = user_source_line(problem), str(problem)
         traceback.clear_frames(problem.__traceback__)
 
-    def to_error(self, rank: Rank, replica: Replica, work: StepInput, num_samples: int, via: Transport) -> OutOfMemory:
-        """The error to end with, for a shard of `num_samples`."""
-        via.cancel()
-        advice = self._what_would_fit(rank, replica, work, num_samples, via)
+    def to_error(
+        self, rank: Rank, replica: Replica | None, work: StepInput, num_samples: int, all_gather: AllGatherTensors
+    ) -> OutOfMemory:
+        """The error to end with, for a shard of `num_samples`; without a replica, nothing is tried."""
+        advice = self._what_would_fit(rank, replica, work, num_samples, all_gather)
         return OutOfMemory(rank.number, rank.device, num_samples, advice, self._said, self._source_line)
 
-    def _what_would_fit(self, rank: Rank, replica: Replica, work: StepInput, num_samples: int, via: Transport) -> str:
+    def _what_would_fit(
+        self, rank: Rank, replica: Replica | None, work: StepInput, num_samples: int, all_gather: AllGatherTensors
+    ) -> str:
         batch = work.batch
         more = f"More shards need less of it: try --shards {-(-2 * batch.num_samples // num_samples)}"
+        if replica is None:
+            return more
 
         def try_a_shard(num_samples: int, num_vectors: int) -> None:
             X, y = batch.fetch(rank.number, 0, num_samples)
             shards = [Shard(0, num_samples, X, y)]
-            (leaf,) = replica.forward_backward(shards, via.all_gather_tensors)
+            (leaf,) = replica.forward_backward(shards, all_gather)
             vectors = [rank.backend.copy_to(flat(leaf.gradient), rank.device) for _ in range(num_vectors)]
-            replica.forward_backward(shards, via.all_gather_tensors)
+            replica.forward_backward(shards, all_gather)
             vectors.clear()
 
         while num_samples > 1:

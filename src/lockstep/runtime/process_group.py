@@ -13,28 +13,23 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.backends.torch import torch_device
 from lockstep.core.device import Device
-from lockstep.core.errors import BackendError, PeerFailure, first_line
-from lockstep.runtime.store import LOOPBACK, Store, interface_of, prefix_store
+from lockstep.core.errors import PeerFailure, first_line
+from lockstep.core.secret import proof_of
+from lockstep.runtime.lanes import GLOO, Lane, connect_gloo, connect_nccl, lanes_of, prepare_nccl, uses_nccl
+from lockstep.runtime.store import Store
+from lockstep.runtime.transport import GroupKey
+from lockstep.schedules.instructions import CHANNELS, GRADIENTS, Schedule, lane_of
 
 HEAD = 4096  # bytes of a first message: its length, and as much as fits; as a rule, that is all
-MESSAGES = 1 << 30  # the tag of what is no bucket of a vector
-SHARED_GPU = "LOCKSTEP_NCCL_SHARED_GPU"  # set to 1 in tests: NCCL between ranks on one GPU, which it refuses otherwise
+MAX_MESSAGE = 1 << 36  # bytes
+MAX_PLAIN = 1 << 26  # bytes that describe an activation
+MESSAGES = 1 << 30  # the tag of what belongs to no channel
 SPIN_SECONDS = 0.0005  # that a wait for NCCL takes all of a core
 Transfer = tuple[int, Tensor]  # a rank, and what is sent to it, or where what it sends is written to
-
-
-def check_can_fork(devices: Sequence[Device]) -> None:
-    """Refuses to start workers for GPUs from a process that has used one already: CUDA does not survive a fork."""
-    if devices[0].kind == "cuda" and torch.cuda.is_initialized():
-        raise BackendError(
-            "CUDA is already initialized in this process, so forked processes cannot use it. Use --engine "
-            "inprocess, or start the program with torchrun."
-        )
 
 
 class ProcessGroup:
@@ -48,44 +43,37 @@ class ProcessGroup:
         address: str,
         timeout: float,
         secret: bytes | None = None,  # that all ranks have, and nobody else
+        *,
+        proof_seconds: float | None = None,  # for all of them to prove it; None: the time-out
     ) -> None:
         self.rank, self.size, self.timeout = rank, len(devices), timeout
-        self._pending: dict[int, list[Any]] = {}  # works under way, by their tag
-        self._staged: dict[int, list[Transfer]] = {}  # received in the CPU's memory, to be copied to the GPU's
+        self._store = store  # Gloo calls it, and does not keep an object of Python's alive
+        self._pending: dict[GroupKey, list[Any]] = {}  # works under way
+        self._messages: dict[GroupKey, list[tuple[list[Any], bool]]] = {}  # the same, over Gloo or NCCL, of messages
+        self._staged: dict[GroupKey, list[Transfer]] = {}  # received in the CPU's memory, to be copied to the GPU's
         self.device = torch_device(devices[rank])
-        gpus = [device for device in devices if device.kind == "cuda"]
-        # NCCL refuses two ranks on one GPU: what they exchange goes through the CPU's memory
-        are_apart = len(set(gpus)) == len(gpus) or address != LOOPBACK
-        self._uses_nccl = bool(gpus) and (are_apart or os.environ.get(SHARED_GPU) == "1")
-        limit = timedelta(seconds=timeout)
+        self._uses_nccl = uses_nccl(devices, address)
+        self._connections: dict[Lane, Any] = {}  # NCCL's lanes do not wait for each other
         try:
-            options = dist.ProcessGroupGloo._Options()
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-            options._timeout = limit
-            self._gloo: Any = dist.ProcessGroupGloo(prefix_store("gloo", store), rank, self.size, options)
-            self._nccl: Any = None
+            self._connections[GLOO] = connect_gloo(store, rank, self.size, address, timeout)
             if self._uses_nccl:
-                if name := interface_of(address):
-                    os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
-                if not are_apart:  # it believes that they are on different machines
-                    os.environ |= {"NCCL_HOSTID": f"process-{os.getpid()}", "NCCL_IB_DISABLE": "1"}
-                nccl = dist.ProcessGroupNCCL.Options()
-                nccl._timeout = limit
-                self._nccl = dist.ProcessGroupNCCL(prefix_store("nccl", store), rank, self.size, nccl)
+                prepare_nccl(devices, address)
         except RuntimeError as problem:
             failure = PeerFailure(f"The ranks cannot reach each other: {first_line(problem)}.")
             failure.timed_out = "time" in str(problem).lower()  # a time-out, or timed out
             raise failure from problem
         if secret is not None:
+            self.timeout = min(timeout, proof_seconds or timeout)  # a stranger may say nothing at all
             self._authenticate(secret)
+            self.timeout = timeout
 
     def _authenticate(self, secret: bytes) -> None:
         """Every rank proves to every other that it has the secret: whoever was connected first may be a stranger."""
         own = os.urandom(32)
         nonces = self._exchanged(dict.fromkeys(self._others, own))
-        proofs = self._exchanged({rank: _proof(secret, self.rank, rank, nonces[rank]) for rank in self._others})
+        proofs = self._exchanged({rank: proof_of(secret, self.rank, rank, nonces[rank]) for rank in self._others})
         for rank in self._others:
-            if not hmac.compare_digest(proofs[rank], _proof(secret, rank, self.rank, own)):
+            if not hmac.compare_digest(proofs[rank], proof_of(secret, rank, self.rank, own)):
                 self.close()
                 raise PeerFailure(
                     f"What is connected in the place of rank {rank} does not belong to this run. On several machines, "
@@ -110,40 +98,106 @@ class ProcessGroup:
         variable: an exception would keep its frame, and the connection with it.
         """
         self._pending.clear()
+        for sent in self._messages.values():
+            sent.clear()
+        self._messages.clear()
         self._staged.clear()
-        for connections in (self._gloo, self._nccl):
-            if connections is not None:
-                with contextlib.suppress(RuntimeError):
-                    connections.abort()
-        self._gloo = self._nccl = None
+        connections, self._connections = self._connections, {}
+        while connections:  # Gloo's first: the others wait there
+            with contextlib.suppress(RuntimeError):
+                connections.pop(next(iter(connections))).abort()
 
-    def start(self, tag: int, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
-        """Starts to send vectors to ranks, and to write what ranks send into vectors; all ranks use the same `tag`.
+    def connect(self, schedule: Schedule) -> None:
+        """Connects what the transfers of a schedule queue up in. A collective; nothing, where it was done before."""
+        for lane in lanes_of(schedule) if self._uses_nccl else ():
+            if self.rank in lane.ranks and lane not in self._connections:
+                number, token = lane.number_of(self.rank), torch.zeros(1, device=self.device)
+                before, after = lane.ranks[number - 1], lane.ranks[(number + 1) % len(lane.ranks)]
+                self._finish(self._start(lane, [(after, token)], [(before, torch.zeros_like(token))], 0), True)
 
-        Until it is finished, none of these vectors may be touched.
+    def start(
+        self,
+        key: GroupKey,
+        sends: Sequence[Transfer],
+        receives: Sequence[Transfer],
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        """Starts to send vectors to ranks, and to write what ranks send into vectors; all ranks use the same `key`.
+
+        Until it is finished, none of these vectors may be touched. `ranks` are those that exchange such vectors with
+        each other: all, or those that hold the same part of the model.
         """
-        device = self.device if self._uses_nccl else torch.device("cpu")
-        sent = [(target, vector.to(device)) for target, vector in sends]
-        written = [
-            (source, vector if vector.device == device else torch.empty_like(vector, device=device))
-            for source, vector in receives
-        ]
-        self._pending[tag] = self._start(self._uses_nccl, sent, written, tag)
-        self._staged[tag] = written
+        sent = [(target, vector.to(self._device_of_transfers)) for target, vector in sends]
+        written = [(source, self._memory_for(vector)) for source, vector in receives]
+        self._pending[key] = self._start(self._lane_of(key, ranks), sent, written, _tag(key))
+        self._staged[key] = written
 
-    def finish(self, tag: int, receives: Sequence[Transfer]) -> None:
-        """Waits until all that was started with this tag has arrived."""
-        self._finish(self._pending.pop(tag), self._uses_nccl)
-        for (_, vector), (_, arrived) in zip(receives, self._staged.pop(tag), strict=True):
+    def finish(self, key: GroupKey, receives: Sequence[Transfer]) -> None:
+        """Waits until all that was started with this key has arrived."""
+        self._finish(self._pending.pop(key), self._uses_nccl)
+        for (_, vector), (_, arrived) in zip(receives, self._staged.pop(key), strict=True):
             if vector is not arrived:
                 vector.copy_(arrived)
+
+    def start_message(self, key: GroupKey, target: int, plain: bytes, tensors: Sequence[Tensor]) -> None:
+        """Starts to send bytes, and then tensors whose shapes they tell; they may be touched after `finish_message`."""
+        content = torch.frombuffer(bytearray(plain), dtype=torch.uint8)
+        head, sent = [(target, torch.tensor([len(content)])), (target, content)], self._messages.setdefault(key, [])
+        sent.append((self._start(GLOO, head, [], _tag(key)), False))
+        for tensor in tensors:
+            if len(tensor):
+                there = [(target, tensor.to(self._device_of_transfers))]
+                lane = self._lane_of(key, (self.rank, target))
+                sent.append((self._start(lane, there, [], _tag(key)), self._uses_nccl))
+
+    def receive_bytes(self, key: GroupKey, source: int) -> bytes:
+        """The bytes of a message; waits for them."""
+        length = torch.zeros(1, dtype=torch.int64)
+        self._finish(self._start(GLOO, [], [(source, length)], _tag(key)), False)
+        if not 0 < int(length) <= MAX_PLAIN:
+            self.close()
+            raise PeerFailure(f"Rank {source} sent a message of {int(length)} bytes, which cannot be.")
+        content = torch.empty(int(length), dtype=torch.uint8)
+        self._finish(self._start(GLOO, [], [(source, content)], _tag(key)), False)
+        return content.numpy().tobytes()
+
+    def receive_tensors(self, key: GroupKey, source: int, tensors: Sequence[Tensor]) -> None:
+        """The tensors of a message, into this memory."""
+        for tensor in tensors:
+            if len(tensor):
+                written = self._memory_for(tensor)
+                lane = self._lane_of(key, (self.rank, source))
+                self._finish(self._start(lane, [], [(source, written)], _tag(key)), self._uses_nccl)
+                if written is not tensor:
+                    tensor.copy_(written)
+
+    def finish_message(self, key: GroupKey) -> None:
+        """Waits until what was sent with this key has arrived."""
+        while self._messages.get(key):
+            self._finish(*self._messages[key].pop(0))
+        self._messages.pop(key, None)
+
+    @property
+    def _device_of_transfers(self) -> torch.device:
+        return self.device if self._uses_nccl else torch.device("cpu")
+
+    def _memory_for(self, vector: Tensor) -> Tensor:
+        """Where to write what `vector` will be."""
+        there = self._device_of_transfers
+        return vector if vector.device == there else torch.empty_like(vector, device=there)
+
+    def _lane_of(self, key: GroupKey, ranks: Sequence[int] | None = None) -> Lane:
+        """What the transfers of a group between these ranks queue up in."""
+        if not self._uses_nccl:
+            return GLOO
+        return Lane(lane_of(key.channel, key.round), tuple(sorted(range(self.size) if ranks is None else ranks)))
 
     def all_reduce(self, vector: Tensor) -> Tensor:
         """The sum over all ranks, in PyTorch's own order of additions."""
         total = vector.to(self.device if self._uses_nccl else torch.device("cpu"), copy=True)
         works: list[Any] = []
         try:
-            works.append(self._backend(self._uses_nccl).allreduce([total]))
+            works.append(self.backend(self._lane_of(GroupKey(GRADIENTS, 0, 0))).allreduce([total]))
             self._wait(works, self._uses_nccl)
         except RuntimeError as problem:
             works.clear()
@@ -160,6 +214,9 @@ class ProcessGroup:
         heads = {rank: torch.empty(HEAD, dtype=torch.uint8) for rank in others}
         self._send_and_receive([(rank, head) for rank in others], list(heads.items()))
         lengths = {rank: int.from_bytes(first[:8].numpy().tobytes(), "little") + 8 for rank, first in heads.items()}
+        for rank, length in lengths.items():
+            if length > MAX_MESSAGE:
+                raise self._failed(RuntimeError(f"Rank {rank} announces a message of {length:,} bytes."))
         rest = torch.from_numpy(message[HEAD:])
         rests = {
             rank: torch.empty(length - HEAD, dtype=torch.uint8) for rank, length in lengths.items() if length > HEAD
@@ -178,19 +235,19 @@ class ProcessGroup:
 
     def _send_and_receive(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
         """Everything at the same time, over Gloo; over when all has arrived."""
-        self._finish(self._start(False, sends, receives, MESSAGES), False)
+        self._finish(self._start(GLOO, sends, receives, MESSAGES), False)
 
-    def _start(self, nccl: bool, sends: Sequence[Transfer], receives: Sequence[Transfer], tag: int) -> list[Any]:
+    def _start(self, lane: Lane, sends: Sequence[Transfer], receives: Sequence[Transfer], tag: int) -> list[Any]:
         works: list[Any] = []
         if not sends and not receives:
             return works
         try:
-            if nccl:
-                self._backend(nccl)._start_coalescing()
-            works += [self._backend(nccl).recv([tensor], source, tag) for source, tensor in receives]
-            works += [self._backend(nccl).send([tensor], target, tag) for target, tensor in sends]
-            if nccl:
-                works[:] = [self._backend(nccl)._end_coalescing()]
+            if lane != GLOO:
+                self.backend(lane)._start_coalescing()
+            works += [self.backend(lane).recv([tensor], lane.number_of(source), tag) for source, tensor in receives]
+            works += [self.backend(lane).send([tensor], lane.number_of(target), tag) for target, tensor in sends]
+            if lane != GLOO:
+                works[:] = [self.backend(lane)._end_coalescing()]
         except RuntimeError as problem:
             works.clear()
             raise self._failed(problem) from problem
@@ -203,11 +260,13 @@ class ProcessGroup:
             works.clear()
             raise self._failed(problem) from problem
 
-    def _backend(self, nccl: bool) -> Any:
-        found = self._nccl if nccl else self._gloo
-        if found is None:
+    def backend(self, lane: Lane) -> Any:
+        """PyTorch's connections of a lane, made when it is first used."""
+        if not self._connections:
             raise PeerFailure("The connections to the other ranks are closed.")
-        return found
+        if lane not in self._connections:
+            self._connections[lane] = connect_nccl(self._store, self.rank, lane, self.timeout)
+        return self._connections[lane]
 
     def _wait(self, works: list[Any], nccl: bool) -> None:
         deadline = time.monotonic() + self.timeout
@@ -229,6 +288,6 @@ class ProcessGroup:
         return failure
 
 
-def _proof(secret: bytes, source: int, target: int, nonce: bytes) -> bytes:
-    """That `source` has the secret, for `target`, which has chosen the nonce."""
-    return hmac.digest(secret, f"lockstep rank {source} to {target} ".encode() + nonce, "sha256")
+def _tag(key: GroupKey) -> int:
+    """What tells messages between two ranks apart: those of different channels, buckets and shards."""
+    return CHANNELS.index(key.channel) << 20 | key.number

@@ -3,39 +3,65 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lockstep.core.errors import PeerFailure, RunError
-from lockstep.core.serialization import pack, unpack
-from lockstep.core.tracing import WAIT, span
+from lockstep.core.serialization import pack
+from lockstep.core.tracing import WAIT, SpanName, span
 from lockstep.data.dataset import map_leaves
+from lockstep.replicas.replica import Cut
+from lockstep.runtime.cut_messages import (
+    cut_from_plain,
+    cut_to_plain,
+    empty_for,
+    tensor_from_plain,
+    tensor_to_plain,
+    unpacked_messages,
+)
 from lockstep.runtime.engine import Position, RankResult
 from lockstep.runtime.process_group import ProcessGroup
-from lockstep.runtime.transport import TransferGroup, check_same_layer
+from lockstep.runtime.transport import GroupKey, TransferGroup, check_same_layer
 
 
 class ProcessTransport:
-    """This process's connections to the other ranks. `busy` are the ranks that have shards."""
+    """This process's connections to the other ranks."""
 
-    def __init__(self, group: ProcessGroup, busy: Sequence[int], position: Position) -> None:
-        self._group, self._busy, self._position = group, busy, position
-        self._receives: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}
+    def __init__(self, group: ProcessGroup, position: Position, same_part: Sequence[int] | None = None) -> None:
+        """`same_part` are the ranks that hold the same part of the model as this one; None: all."""
+        self._group, self._position, self._same_part = group, position, same_part
+        self._receives: dict[GroupKey, list[tuple[int, Tensor]]] = {}
+        self._sources: dict[GroupKey, list[int]] = {}  # of activations, whose shapes only these know
         self._is_cancelled = False
 
     def shares_memory_with(self, rank: int) -> bool:
         return False
 
     def start(self, group: TransferGroup) -> None:
+        if group.has_cuts:
+            self._sources[group.key] = [source for source, _ in group.receives]
+            for target, cut in group.sends:
+                plain, tensors = cut_to_plain(cut)
+                self._group.start_message(group.key, target, pack(plain), tensors)
+            return
         receives = [(source, memory) for source, memory in group.receives if memory is not None]
         assert len(receives) == len(group.receives), "PyTorch writes in place"
-        self._receives[group.bucket, group.round] = receives
-        self._group.start(group.bucket, group.sends, receives)
+        self._receives[group.key] = receives
+        self._group.start(group.key, group.sends, receives, self._same_part)
 
-    def finish(self, bucket: int, round_: int) -> list[Tensor]:
-        receives = self._receives.pop((bucket, round_))
-        self._group.finish(bucket, receives)
-        return [memory for _, memory in receives]
+    def finish(self, key: GroupKey) -> list[Tensor | Cut]:
+        if key not in self._sources:
+            receives = self._receives.pop(key)
+            self._group.finish(key, receives)
+            return [memory for _, memory in receives]
+        found = []
+        for source in self._sources.pop(key):
+            with span(WAIT):
+                (plain,) = unpacked_messages([self._group.receive_bytes(key, source)])
+                tensors = [empty_for(meta, self._group.device) for meta in plain["tensors"]]
+                self._group.receive_tensors(key, source, tensors)
+            found.append(cut_from_plain(plain, tensors))
+        self._group.finish_message(key)
+        return found
 
     def all_reduce(self, own: Tensor) -> Tensor:
         return self._group.all_reduce(own)
@@ -49,20 +75,21 @@ class ProcessTransport:
         self._position.phase = "exchange"
         with span(WAIT):  # for the last rank to arrive
             packed = self._group.all_gather(pack({"call": self._position.call, "result": plain._asdict()}))
-        unpacked = [unpack(one, is_strict=False) for one in packed]
+        unpacked = unpacked_messages(packed)
         check_same_call(self._position.call, unpacked)
         found = [RankResult(**one["result"]) for one in unpacked]
         ranks = [one._replace(buffers=[self._tensors(buffers) for buffers in one.buffers]) for one in found]
         return lambda: ranks
 
-    def all_gather_tensors(self, layer: str, own: list[Tensor]) -> list[Tensor]:
+    def all_gather_tensors(self, ranks: Sequence[int], layer: str, own: list[Tensor]) -> list[Tensor]:
         if self._is_cancelled:
             raise PeerFailure("The other ranks take no part any more.")
         packed = pack(
             {"call": self._position.call, "layer": layer, "tensors": [tensor_to_plain(tensor) for tensor in own]}
         )
         phase, self._position.phase = self._position.phase, "exchange"
-        found = [unpack(other, is_strict=False) for other in self._group.all_gather(packed, self._busy)]
+        with span(SpanName.EXCHANGE):
+            found = unpacked_messages(self._group.all_gather(packed, ranks))
         self._position.phase = phase
         check_same_call(self._position.call, found)
         check_same_layer(layer, [other["layer"] for other in found])
@@ -84,15 +111,3 @@ def check_same_call(own: str, found: list[Any]) -> None:
                 f"Another rank (number {rank} of those that take part) is in {call or 'another call'}, and this one in "
                 f"{own}. All processes must make the same calls in the same order: step, evaluate, save, weights."
             )
-
-
-def tensor_to_plain(tensor: Tensor) -> dict[str, Any]:
-    """A tensor of any dtype as plain values and bytes."""
-    octets = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape), "bytes": octets}
-
-
-def tensor_from_plain(plain: dict[str, Any], device: torch.device) -> Tensor:
-    """The tensor again, on `device`."""
-    flat = torch.from_numpy(plain["bytes"].copy()).view(getattr(torch, plain["dtype"]))
-    return flat.reshape(plain["shape"]).to(device)

@@ -9,18 +9,28 @@ from typing import Any, Self
 
 from lockstep.backends import Backend, Tensor
 from lockstep.core.device import Device
-from lockstep.core.errors import LockstepError, RankError
+from lockstep.core.errors import BackendError, LockstepError, RankError
 from lockstep.core.layout import Array
-from lockstep.core.serialization import pack, unpack
+from lockstep.core.serialization import pack
 from lockstep.core.source_lines import user_source_line
 from lockstep.core.tracing import Trace, traced
-from lockstep.replicas.replica import Replica
-from lockstep.runtime.engine import Position, Rank, StepInput, StepResult, ranks_with_shards
+from lockstep.replicas.replica import Measured, Replica
+from lockstep.runtime.cut_messages import unpacked_messages
+from lockstep.runtime.engine import Position, Rank, StepInput, StepResult
 from lockstep.runtime.interpreter import Interpreter
 from lockstep.runtime.process_group import ProcessGroup
 from lockstep.runtime.process_transport import ProcessTransport, check_same_call
 from lockstep.runtime.rank_thread import RankThread
 from lockstep.schedules.instructions import Schedule
+
+
+def check_can_fork(backend: Backend, devices: Sequence[Device]) -> None:
+    """Refuses to start workers for GPUs from a process that has used one already: CUDA does not survive a fork."""
+    if devices[0].kind == "cuda" and not backend.can_fork():
+        raise BackendError(
+            "CUDA is already initialized in this process, so forked processes cannot use it. Use --engine "
+            "inprocess, or start the program with torchrun."
+        )
 
 
 class Processes:
@@ -83,14 +93,18 @@ class Processes:
             trace.start_step(work.step)
         results = self._interpreter.run(work, replicas[0], self._start_exchange)
         self.set_phase("loading of samples")
-        return StepResult.of_ranks(results)
+        return StepResult.of_ranks(schedule, results)
+
+    def measure(self, schedule: Schedule, replicas: Sequence[Replica], work: StepInput) -> list[list[Measured]]:
+        return [self.interpreter(schedule).measure(work, replicas[0])]
 
     def use_captures(self, captures: list[Any]) -> None:
         self._captures, self._schedule = captures, None
 
     def interpreter(self, schedule: Schedule) -> Interpreter:
         """This rank's side of a schedule."""
-        transport = ProcessTransport(self._group, ranks_with_shards(schedule), self.position)
+        self._group.connect(schedule)
+        transport = ProcessTransport(self._group, self.position, schedule.replicas_of(self.rank))
         trace = self.traces[0] if self.traces else None
         capture = self._captures[0] if self._captures else None
         rank = Rank(self.rank, self.device, self.backend, self.position, trace)
@@ -137,7 +151,7 @@ class Processes:
         own = pack({"call": self.position.call, "value": values[0]})
         (found,) = self.each(
             "exchange",
-            lambda rank, device: [unpack(other, is_strict=False) for other in self._group.all_gather(own)],
+            lambda rank, device: unpacked_messages(self._group.all_gather(own)),
         )
         check_same_call(self.position.call, found)
         return [other["value"] for other in found]

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from lockstep.backends import GraphCapture, LossFuture
 from lockstep.core.errors import CaptureError, RunError
+from lockstep.core.tracing import traced
 from lockstep.data.batch import Batch
 from lockstep.partition.balance import Balance
 from lockstep.replicas.replica import CapturableReplica, Leaf
@@ -96,7 +97,7 @@ class RankCapture:
     def _capture(self, interpreter: Interpreter, work: StepInput) -> CapturedShards:
         while True:
             try:
-                with CAPTURING:
+                with CAPTURING, traced(None):  # its spans are not those of the step
                     return self._captured_shards(interpreter, work)
             except RunError as problem:
                 if not is_out_of_memory(problem):

@@ -4,9 +4,12 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar, cast
 
+from lockstep.core.errors import LockstepError
 from lockstep.core.this_thread import THIS_THREAD
+
+T = TypeVar("T")
 
 
 class RankThread:
@@ -39,3 +42,17 @@ class RankThread:
             except BaseException as problem:
                 future.set_exception(problem)
             del given, future, work, arguments  # they hold tensors
+
+
+def run_watched(name: str, work: Callable[[], T], watch: Callable[[], None]) -> T:
+    """What `work` gives, in a thread of its own; meanwhile `watch` is called again and again, and may give up on it."""
+    thread = RankThread(name)
+    future = thread.submit(work)
+    thread.end(waits=False)
+    try:
+        while not future.done():
+            watch()
+    except LockstepError as problem:
+        problem.ends_at_once = True  # the thread still works
+        raise
+    return cast(T, future.result())

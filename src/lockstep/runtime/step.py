@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 
 from lockstep.backends import LossFuture
 from lockstep.data.batch import Batch
+from lockstep.parallel.combined import ModelSplit, combined
 from lockstep.parallel.data import DataParallel, data_parallel
 from lockstep.partition.balance import Balance
 from lockstep.partition.batch import split_into_shards
@@ -22,6 +23,7 @@ class StepOptions(NamedTuple):
     bucket_mb: float = BUCKET_MB
     shards_together: bool = False  # a rank's shards go through the model together (batch norm over the whole batch)
     max_addends: int = 2  # of one addition
+    model_split: ModelSplit | None = None  # where not only the data is split
 
 
 def train_step(
@@ -31,14 +33,18 @@ def train_step(
 
     Returns the summed loss of each shard, in shard order.
     """
-    shards = split_into_shards(batch.num_samples, options.num_shards)
-    ranges = balance.ranges(len(shards), engine.num_ranks)
-    entries = replicas[0].entries
-    buckets = bucket_ranges(entries, options.bucket_mb, engine.num_ranks)
-    together, max_addends = options.shards_together, options.max_addends
-    split = DataParallel(ranges, entries, buckets, options.exchange, together, max_addends)
-    result = engine.run(data_parallel(split), replicas, StepInput(step, batch, shards))
-    balance.record_times(ranges, result.seconds)
+    shards, split = split_into_shards(batch.num_samples, options.num_shards), options.model_split
+    ranges = balance.ranges(len(shards), engine.num_ranks if split is None else split.grid.data)
+    if split is None:
+        entries = replicas[0].entries
+        buckets = bucket_ranges(entries, options.bucket_mb, engine.num_ranks)
+        together, max_addends = options.shards_together, options.max_addends
+        schedule = data_parallel(DataParallel(ranges, entries, buckets, options.exchange, together, max_addends))
+    else:
+        schedule = combined(split.step(ranges, options.exchange, options.shards_together))
+    result = engine.run(schedule, replicas, StepInput(step, batch, shards))
+    if split is None:
+        balance.record_times(ranges, result.seconds)
     return Resolved(result.losses, result.weights)
 
 

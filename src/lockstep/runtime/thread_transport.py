@@ -6,10 +6,12 @@ from typing import Any
 
 from lockstep.backends import Backend, Tensor
 from lockstep.core.device import Device
-from lockstep.core.tracing import WAIT, span
+from lockstep.core.tracing import WAIT, SpanName, span
 from lockstep.data.dataset import map_leaves
+from lockstep.replicas.replica import Cut
 from lockstep.runtime.engine import RankResult
-from lockstep.runtime.transport import Cancelled, TransferGroup, check_same_layer
+from lockstep.runtime.transport import Cancelled, GroupKey, TransferGroup, check_same_layer
+from lockstep.schedules.instructions import CHANNELS
 
 
 class RankQueues:
@@ -46,16 +48,12 @@ class ThreadGroup:
     """What the ranks of one schedule share: queues for gradients, results, and tensors in mid-forward."""
 
     def __init__(
-        self,
-        backend: Backend,
-        devices: Sequence[Device],
-        memories: Sequence[Device],
-        busy: Sequence[int],
-        timeout: float | None = None,
+        self, backend: Backend, devices: Sequence[Device], memories: Sequence[Device], timeout: float | None = None
     ) -> None:
-        """`memories` says in which memory each device's tensors are, `busy` which ranks have shards."""
-        self.backend, self.devices, self.memories, self.busy = backend, devices, memories, busy
-        self.values, self.results, self.tensors = (RankQueues(len(devices), timeout) for _ in range(3))
+        """`memories` says in which memory each device's tensors are."""
+        self.backend, self.devices, self.memories = backend, devices, memories
+        self.values = {channel: RankQueues(len(devices), timeout) for channel in CHANNELS}
+        self.results, self.tensors = (RankQueues(len(devices), timeout) for _ in range(2))
 
     def transport(self, rank: int) -> "ThreadTransport":
         """The transport of one rank."""
@@ -63,7 +61,7 @@ class ThreadGroup:
 
     def cancel(self) -> None:
         """Wakes all who wait, now or later."""
-        for queues in (self.values, self.results, self.tensors):
+        for queues in (*self.values.values(), self.results, self.tensors):
             queues.cancel()
 
 
@@ -74,7 +72,7 @@ class ThreadTransport:
         self._shared, self._rank = shared, rank
         self._backend, self._device = shared.backend, shared.devices[rank]
         self._others = [other for other in range(len(shared.devices)) if other != rank]
-        self._receives: dict[tuple[int, int], list[tuple[int, Tensor | None]]] = {}
+        self._receives: dict[GroupKey, list[tuple[int, Tensor | None]]] = {}
 
     def shares_memory_with(self, rank: int) -> bool:
         return self._shared.memories[rank] == self._shared.memories[self._rank]
@@ -83,15 +81,22 @@ class ThreadTransport:
         if group.sends:
             self._backend.synchronize(self._device)  # whoever reads them must find them finished
         for target, tensor in group.sends:
-            self._shared.values.put(self._rank, target, tensor)
-        self._receives[group.bucket, group.round] = group.receives
+            self._shared.values[group.key.channel].put(self._rank, target, tensor)
+        self._receives[group.key] = group.receives
 
-    def finish(self, bucket: int, round_: int) -> list[Tensor]:
+    def finish(self, key: GroupKey) -> list[Tensor | Cut]:
         found = []
-        for source, memory in self._receives.pop((bucket, round_)):
+        for source, memory in self._receives.pop(key):
             with span(WAIT):
-                tensor = self._shared.values.get(source, self._rank)
-            if memory is not None:
+                tensor = self._shared.values[key.channel].get(source, self._rank)
+            for value in tensor.values if isinstance(tensor, Cut) else [tensor]:
+                self._backend.record_stream(value)  # the sender may be the first to let go of it
+            if isinstance(tensor, Cut):
+                if not self.shares_memory_with(source):
+                    tensor = tensor._replace(
+                        values=[self._backend.copy_activation(v, self._device) for v in tensor.values]
+                    )
+            elif memory is not None:
                 tensor = self._backend.assign(memory, tensor)
             elif not self.shares_memory_with(source):
                 tensor = self._backend.copy_to(tensor, self._device)
@@ -102,6 +107,8 @@ class ThreadTransport:
         raise NotImplementedError("native is refused where ranks are threads")
 
     def all_gather(self, own: RankResult) -> Callable[[], list[RankResult]]:
+        if own.buffers or own.weights:
+            self._backend.synchronize(self._device)  # whoever reads them must find them finished
         for other in self._others:
             self._shared.results.put(self._rank, other, own)
         found: list[RankResult] = []
@@ -115,15 +122,16 @@ class ThreadTransport:
 
         return wait
 
-    def all_gather_tensors(self, layer: str, own: list[Tensor]) -> list[Tensor]:
+    def all_gather_tensors(self, ranks: Sequence[int], layer: str, own: list[Tensor]) -> list[Tensor]:
         self._backend.synchronize(self._device)
-        others = [rank for rank in self._shared.busy if rank != self._rank]
+        others = [rank for rank in ranks if rank != self._rank]
         for other in others:
             self._shared.tensors.put(self._rank, other, (layer, own))
-        theirs = {self._rank: (layer, own)} | {o: self._shared.tensors.get(o, self._rank) for o in others}
-        check_same_layer(layer, [theirs[rank][0] for rank in self._shared.busy])
-        found = [self._backend.copy_to(tensor, self._device) for r in self._shared.busy for tensor in theirs[r][1]]
-        self._backend.synchronize(self._device)  # from here on, the others' memory may be used again
+        with span(SpanName.EXCHANGE):
+            theirs = {self._rank: (layer, own)} | {o: self._shared.tensors.get(o, self._rank) for o in others}
+            check_same_layer(layer, [theirs[rank][0] for rank in ranks])
+            found = [self._backend.copy_to(tensor, self._device) for rank in ranks for tensor in theirs[rank][1]]
+            self._backend.synchronize(self._device)  # from here on, the others' memory may be used again
         return found
 
     def cancel(self) -> None:

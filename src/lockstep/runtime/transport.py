@@ -5,20 +5,34 @@ from typing import NamedTuple, Protocol
 
 from lockstep.backends import Tensor
 from lockstep.core.errors import RunError
+from lockstep.replicas.replica import Cut
 from lockstep.runtime.engine import RankResult
+from lockstep.schedules.instructions import ACTIVATION_GRADIENTS, ACTIVATIONS
 
 
 class Cancelled(Exception):
     """Another rank failed, or did not arrive in time: this one only waited for it."""
 
 
+class GroupKey(NamedTuple):
+    """The name of a group of transfers."""
+
+    channel: str
+    number: int
+    round: int
+
+
 class TransferGroup(NamedTuple):
     """Sends and receives that are started together and complete together."""
 
-    bucket: int
-    round: int
-    sends: list[tuple[int, Tensor]]  # rank, what is sent to it
+    key: GroupKey
+    sends: list[tuple[int, Tensor | Cut]]  # rank, what is sent to it
     receives: list[tuple[int, Tensor | None]]  # rank, memory for what it sends; None: no particular memory
+
+    @property
+    def has_cuts(self) -> bool:
+        """Whether these are activations, or their gradients, whose shapes only the sender knows."""
+        return self.key.channel in (ACTIVATIONS, ACTIVATION_GRADIENTS)
 
 
 class Transport(Protocol):
@@ -32,7 +46,7 @@ class Transport(Protocol):
         """Starts to send and receive. Until it is finished, none of these tensors may be written to."""
         ...
 
-    def finish(self, bucket: int, round_: int) -> list[Tensor]:
+    def finish(self, key: GroupKey) -> list[Tensor | Cut]:
         """Waits for a group, with a deadline; what was received, in the order of its receives."""
         ...
 
@@ -44,8 +58,8 @@ class Transport(Protocol):
         """Starts to tell all ranks; the function waits for all of theirs, with tensors on this rank's device."""
         ...
 
-    def all_gather_tensors(self, layer: str, own: list[Tensor]) -> list[Tensor]:
-        """All shards' tensors in shard order, from those of the ranks that have shards; all must be at this layer."""
+    def all_gather_tensors(self, ranks: Sequence[int], layer: str, own: list[Tensor]) -> list[Tensor]:
+        """The tensors of these ranks, in their order, and so in that of shards or slices; all must be at this layer."""
         ...
 
     def cancel(self) -> None:

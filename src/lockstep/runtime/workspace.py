@@ -18,11 +18,11 @@ class Workspace:
         self._backend, self._device = backend, device
         parts = [part for i in program.update if isinstance(i, Update) for part in i.total]
         self._parts, self._joins = frozenset(parts), len(parts) > 1
-        self._entries = range(parts[0].entries.start, parts[-1].entries.stop)
+        self._entries = range(parts[0].entries.start, parts[-1].entries.stop) if parts else range(0)
         self._stays: set[Partial] = set()
         for instruction in program.exchange:
             if isinstance(instruction, Communicate):
-                self._stays.update(receive.value for receive in instruction.receives)
+                self._stays.update(value for value, _ in instruction.receives if isinstance(value, Partial))
             elif isinstance(instruction, Add) and self._stays.intersection(instruction.parts):
                 self._stays.add(instruction.total)
         self._memory: dict[Partial, Tensor] = {}

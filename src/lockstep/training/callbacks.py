@@ -54,7 +54,7 @@ class RunState:
 
     def weights(self) -> dict[str, Array]:
         """All parameters and buffers by name, as they are now."""
-        return self._now.replicas.weights()
+        return self._now.task.whole(self._now.replicas.weights())
 
     def stop(self) -> None:
         """Ends the run after this callback; its result is that of the weights as they are now."""

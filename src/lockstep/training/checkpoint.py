@@ -52,7 +52,7 @@ class Checkpoint:
     made_with: dict[str, str]  # versions and kind of device: others may round differently
     progress: Progress
     weights: dict[str, Array]
-    states: dict[str, Any]  # the optimizer's state of each part of the model
+    states: dict[str, Any]  # a `ReplicaState`: the optimizer's state of each parameter, and what they have in common
 
     def packed(self) -> bytes:
         """The checkpoint as bytes."""
@@ -81,8 +81,10 @@ def unpacked(data: bytes) -> Checkpoint:
 def _check_plausible(found: Checkpoint) -> None:
     """Refuses a forged checkpoint: one with a correct SHA-256 that no run has saved."""
     progress, parts = found.progress, (found.run, found.made_with, found.weights, found.states)
-    if not all(isinstance(part, dict) for part in parts) or not found.states:
+    if not all(isinstance(part, dict) for part in parts) or set(found.states) != {"units", "common"}:
         raise ValueError("a part is missing, or is no dict")
+    if not all(isinstance(part, dict) for part in found.states.values()):
+        raise ValueError("a part of the optimizer's state is no dict")
     counts = [progress.step, progress.passes, progress.epoch, *(done.epoch for done in progress.history)]
     if any(type(count) is not int or count < 0 for count in counts) or progress.epoch != len(progress.history) + 1:
         raise ValueError("step or epoch cannot be")
@@ -151,7 +153,7 @@ def check_length(progress: Progress, config: RunConfig, num_train: int) -> None:
 
 def how_to_resume(config: RunConfig) -> str:
     """The command that resumes the run, as a sentence; empty where there is no checkpoint."""
-    if config.out is None or not Checkpoints(config.out, config.keep_checkpoints).paths():
+    if config.out is None or Checkpoints(config.out, config.keep_checkpoints).last() is None:
         return ""
     own = [(name, getattr(config, name)) for name in ("model", "data", "loss", "optimizer")]
     options = [("out", str(config.out)), *((name, value) for name, value in own if is_entry_point(value))]
@@ -183,6 +185,13 @@ class Checkpoints:
         found = [(match, path) for path in files if (match := FILE_NAME.fullmatch(path.name))]
         return [path for _, path in sorted(found, key=lambda each: int(each[0][1]), reverse=True)]
 
+    def last(self) -> Path | None:
+        """The newest file, where there is one and the folder can be read: for a message."""
+        try:
+            return next((path for path in self.paths() if path.is_file()), None)
+        except OSError:
+            return None
+
     def save(self, checkpoint: Checkpoint) -> Path:
         """Writes a file, and removes the oldest."""
         step = checkpoint.progress.step
@@ -192,7 +201,7 @@ class Checkpoints:
             content = checkpoint.packed()
             write_whole(path, lambda temporary: temporary.write_bytes(content))
             self._skipped.discard(path)
-            usable = [each for each in self.paths() if each not in self._skipped]
+            usable = [each for each in self.paths() if each not in self._skipped and not each.is_dir()]
             for old in [each for each in usable if _step_of(each) < step][self._keep - 1 :]:
                 old.unlink()
         except NotSerializable as problem:
@@ -200,7 +209,7 @@ class Checkpoints:
                 f"step {step}: no checkpoint can be saved: {problem}. Use --checkpoint-every 0."
             ) from problem
         except OSError as problem:
-            last = f"The last one is {self.paths()[0]}" if self.paths() else "There is none yet"
+            last = "There is none yet" if self.last() is None else f"The last one is {self.last()}"
             what = f"step {step}: the checkpoint cannot be written to {self.folder}: {problem.strerror}"
             raise RunError(f"{what}. {last}. {what_to_do(problem)}, and use --resume.") from problem
         return path

@@ -27,9 +27,10 @@ class Drift(NamedTuple):
 def find_drift(replicas: ReplicaSet) -> Drift | None:
     """The replicas that differ from the others that hold the same part of the model, if there are any."""
     engine = replicas.engine
-    groups = [group for group in replicas.placement.replicas() if len(group) > 1]
-    if not groups:
+    grid = replicas.placement.grid
+    if grid.data == 1:
         return None
+    groups = [grid.replicas_of(owner) for owner in replicas.placement.owners]
     own = engine.each("drift check", lambda rank, device, replica: list(replica.fingerprints().items()), replicas.local)
     found = [tuple(map(tuple, of_rank)) for of_rank in engine.all_gather(own)]
     for group in groups:

@@ -1,36 +1,44 @@
 """A run in worker processes that may die and be replaced: those that are left continue from the newest state."""
 
+import json
 import os
 import tempfile
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import IO, Any
+
+import numpy as np
 
 from lockstep.config import RunConfig
 from lockstep.core.errors import Interrupted, PeerFailure, RunError
 from lockstep.core.serialization import CorruptData, pack, unpack
+from lockstep.replicas.replica import ReplicaState
 from lockstep.report.events import EpochDone, Incident, Result
-from lockstep.report.runlog import RunLog
+from lockstep.report.notebook import in_notebook, shown_here
+from lockstep.report.sinks import Sink, Sinks
 from lockstep.runtime.engine import Engine
 from lockstep.runtime.launch.supervisor import Supervisor, WorkerFailed
 from lockstep.runtime.launch.worker_client import Generation, WorkerClient
-from lockstep.runtime.process_group import check_can_fork
-from lockstep.runtime.processes import Processes
-from lockstep.training.checkpoint import Checkpoint, how_to_resume, identity_of, unpacked
-from lockstep.training.loop import ResumePoint, Training
-from lockstep.training.replica_set import merged
+from lockstep.runtime.processes import Processes, check_can_fork
+from lockstep.training.checkpoint import Checkpoint, how_to_resume, identity_of, max_bytes_of, unpacked
+from lockstep.training.loop import Training
+from lockstep.training.replica_set import merged, merged_state
+from lockstep.training.resume_point import ResumePoint
 from lockstep.training.run import report
 from lockstep.training.setup import Prepared
 from lockstep.training.task import Task
 
 
 def train_in_processes(
-    config: RunConfig, prepared: Prepared, start: ResumePoint, log: RunLog | None, quiet: bool
+    config: RunConfig, prepared: Prepared, start: ResumePoint, log: Sink | None, quiet: bool
 ) -> Result:
     """The result of a run with a worker process for each device, from the worker that is rank 0 at the end."""
-    check_can_fork(prepared.devices)
+    check_can_fork(prepared.backend, prepared.devices)
     with prepared.backend.session([]):  # loads what a session needs once, and not in every worker
         pass
-    with _file_in_memory() as answer:
+    with file_in_memory() as answer, ExitStack() as undo:
+        if in_notebook() and not quiet:  # what another process prints does not reach the cell
+            log, quiet = Sinks([*([] if log is None else [log]), undo.enter_context(shown_here())]), True
         worker, drops_hung = Worker(config, prepared, start, log, quiet, answer), config.on_hang == "drop"
         try:
             Supervisor(prepared.devices, worker.work, config.timeout, drops_hung, config.max_restarts).supervise(quiet)
@@ -38,7 +46,10 @@ def train_in_processes(
             raise Interrupted(f"{problem}{how_to_resume(config)}") from None
         except WorkerFailed as problem:
             if problem.exit_status == Interrupted.exit_status:
-                raise Interrupted(str(problem)) from None
+                answer.seek(0)
+                error, packed = Interrupted(str(problem)), answer.read()
+                error.result = unpacked_result(packed, config, prepared.task) if packed else None
+                raise error from None
             if log is not None and not problem.is_recorded:
                 log.write(Incident("stopped", str(problem)))
             if problem.trace:
@@ -50,7 +61,7 @@ def train_in_processes(
         return unpacked_result(answer.read(), config, prepared.task)
 
 
-def _file_in_memory() -> IO[bytes]:
+def file_in_memory() -> IO[bytes]:
     """A file without a disk that could be full when a run is done."""
     return open(os.memfd_create("lockstep"), "wb+") if hasattr(os, "memfd_create") else tempfile.TemporaryFile()
 
@@ -62,7 +73,7 @@ class Worker:
     config: RunConfig
     prepared: Prepared
     start: ResumePoint  # with the newest state that this process has
-    log: RunLog | None
+    log: Sink | None
     quiet: bool
     answer: IO[bytes]  # rank 0 writes the result into it
 
@@ -85,7 +96,7 @@ class Worker:
         client.position.phase = "start"
         group = client.connect(generation)
         with Processes(self.prepared.backend, generation.devices, group, client.position) as engine:
-            checkpoint = agree(engine, self.start.checkpoint, identity_of(self.config, self.prepared.task))
+            checkpoint = agree(engine, self.start, identity_of(self.config, self.prepared.task), self.prepared.task)
             self.start = replace(self.start, checkpoint=checkpoint)
             if rank == 0:
                 client.report_connected(generation)
@@ -104,29 +115,40 @@ class Worker:
             except PeerFailure:
                 self.start = replace(self.start, checkpoint=training.local_checkpoint())
                 raise
+            except Interrupted as stopped:
+                if rank == 0 and stopped.result is not None:
+                    self._answer(stopped.result)
+                raise
             if rank != 0 and self.config.checkpoint_every != 0:  # in case it has to replace rank 0
                 self.start = replace(self.start, checkpoint=training.local_checkpoint())
         if rank == 0:
-            self.answer.seek(0)
-            self.answer.truncate()
-            self.answer.write(packed_result(result))
-            self.answer.flush()
+            self._answer(result)
+
+    def _answer(self, result: Result) -> None:
+        self.answer.seek(0)
+        self.answer.truncate()
+        self.answer.write(packed_result(result))
+        self.answer.flush()
 
 
-def agree(engine: Engine, own: Checkpoint | None, identity: dict[str, Any]) -> Checkpoint | None:
-    """The newest state of which all parts of the model are there, on all ranks; None where no rank has any.
+def agree(engine: Engine, start: ResumePoint, identity: dict[str, Any], task: Task) -> Checkpoint | None:
+    """The newest state of which all parts of the model are there, on all ranks; None where there is none.
 
-    What other ranks offer must be of this run.
+    A part that was lost with its rank is in the newest checkpoint file. What other ranks offer must be of this run.
     """
+    own = start.checkpoint
     at, names = [-1, 0], list[str]()  # the step may be done and its epoch not, so both count
     if own is not None:
-        at, names = [own.progress.step, own.progress.epoch], sorted([*own.weights, *own.states])
+        at, names = [own.progress.step, own.progress.epoch], sorted([*own.weights, *own.states["units"]])
     found = engine.all_gather([[at, names]])
-    everything = {name for _, held in found for name in held}
+    needed = {*task.initial, *task.state_units}
     held_at = [(position, {n for other, held in found if other == position for n in held}) for position, _ in found]
-    newest = max([position for position, held in held_at if held == everything], default=[-1, 0])
+    newest = max([position for position, held in held_at if held >= needed], default=[-1, 0])
+    if newest[0] < 0 and max(position for position, _ in found)[0] >= 0:
+        return _from_file(engine, start, identity, task)
     if newest[0] < 0 or all(entry == [newest, names] for entry in found):
         return own
+    everything = next(held for position, held in held_at if position == newest and held >= needed)
     parts, missing = [], set(everything)
     for rank, (position, held) in enumerate(found):
         if position == newest and missing.intersection(held):
@@ -135,8 +157,21 @@ def agree(engine: Engine, own: Checkpoint | None, identity: dict[str, Any]) -> C
     if own is not None and at == newest and everything == set(names):
         return own
     found_parts = [_of_this_run(part, identity) for part in parts]
-    weights, states = merged([part.weights for part in found_parts]), merged([part.states for part in found_parts])
-    return replace(found_parts[0], weights=weights, states=states)
+    weights = merged([part.weights for part in found_parts])
+    state = merged_state([ReplicaState(**part.states) for part in found_parts])
+    in_order = {name: weights[name] for name in task.initial}
+    return replace(found_parts[0], weights=in_order, states=state._asdict())
+
+
+def _from_file(engine: Engine, start: ResumePoint, identity: dict[str, Any], task: Task) -> Checkpoint | None:
+    """The newest checkpoint in the run's folder, which rank 0 reads; None: the run starts again."""
+
+    def read() -> bytes:
+        newest = start.checkpoints and start.checkpoints.newest(lambda note: None, max_bytes_of(task.initial))
+        return newest[1].packed() if newest else b""
+
+    packed = engine.broadcast(0, read)
+    return _of_this_run(packed, identity) if packed else None
 
 
 def _of_this_run(packed: bytes, identity: dict[str, Any]) -> Checkpoint:
@@ -152,13 +187,15 @@ def _of_this_run(packed: bytes, identity: dict[str, Any]) -> Checkpoint:
 def packed_result(result: Result) -> bytes:
     """The result as bytes, for another process."""
     weights = {**result.params, **result.buffers}
-    return pack({"summary": {**result.summary(), "run": None}, "weights": weights, "ema": result.ema})
+    plain = {"summary": {**result.summary(), "run": None}, "weights": weights, "ema": result.ema}
+    trace = np.frombuffer(json.dumps(result.trace).encode(), np.uint8)  # it may be too long for plain values
+    return pack({**plain, "trace": trace})
 
 
 def unpacked_result(packed: bytes, config: RunConfig, task: Task) -> Result:
     """The result that was packed."""
     plain = unpack(packed)
-    summary, weights = plain["summary"], {name: plain["weights"][name] for name in task.initial}
+    summary, weights = plain["summary"], {name: plain["weights"][name] for name in task.whole(task.initial)}
     params = {name: weights[name] for name in task.parameters}
     return Result(
         **{**summary, "run": config.out, "history": [EpochDone(**done) for done in summary["history"]]},
@@ -166,4 +203,5 @@ def unpacked_result(packed: bytes, config: RunConfig, task: Task) -> Result:
         buffers={name: array for name, array in weights.items() if name not in params},
         module=task.trained(weights),
         ema=plain["ema"],
+        trace=json.loads(plain["trace"].tobytes()),
     )

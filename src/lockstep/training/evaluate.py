@@ -12,10 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lockstep.core.device import Device
+from lockstep.core.errors import RunError
 from lockstep.data.batch import Batch, BatchSource
+from lockstep.parallel.combined import measurement
 from lockstep.partition.batch import split_into_shards
 from lockstep.partition.ranks import split_over_ranks
 from lockstep.replicas.replica import Replica
+from lockstep.runtime.engine import StepInput
 from lockstep.training.replica_set import ReplicaSet
 
 WholeSet = Callable[[list[Any]], dict[str, float]]  # (output, targets) of some samples each -> metrics of all
@@ -45,13 +48,21 @@ def evaluate_batches(
 
     All ranks take part; or, `is_alone`, those of this process.
     """
-    engine, able = replicas.engine, replicas.placement.ranks_with_all
-    if is_alone:
-        able = [rank for rank in able if rank in engine.local_ranks]
+    engine, placement = replicas.engine, replicas.placement
+    able = list(engine.local_ranks if is_alone else range(engine.num_ranks))
+    if is_alone and not placement.is_replicated and len(able) < engine.num_ranks:
+        raise RunError(
+            "A callback is called on one rank, and the model is split between several: it cannot be evaluated there. "
+            "Use the metrics of on_epoch, or --engine inprocess."
+        )
     sums: dict[str, list[list[float]]] = {}
     outputs: list[Any] = []  # in the order of the samples
     for batch in batches:
         eval_batches = split_into_eval_batches(batch.num_samples, how.batch_size)
+        if not placement.is_replicated:
+            found_by_all = _measured_by_parts(replicas, batch, eval_batches)
+            _count(found_by_all, sums, outputs)
+            continue
         shares = dict(zip(able, split_over_ranks(len(eval_batches), len(able)), strict=True))
 
         def work(rank: int, device: Device, replica: Replica) -> list[Any]:
@@ -59,13 +70,27 @@ def evaluate_batches(
             return [replica.measure(*batch.fetch(rank, part.start, part.stop)) for part in own]  # noqa: B023
 
         local = engine.each("evaluation", work, replicas.local)
-        for of_rank in local if is_alone else engine.all_gather(local):
-            for found, output in of_rank:
-                outputs.append(output)
-                for name, value in found.items():
-                    sums.setdefault(name, []).append(value)
+        _count(local if is_alone else engine.all_gather(local), sums, outputs)
     means = {name: _quotient(*map(math.fsum, zip(*pairs, strict=True))) for name, pairs in sums.items()}
     return means if how.whole_set is None or not outputs else means | how.whole_set(outputs)
+
+
+def _measured_by_parts(replicas: ReplicaSet, batch: Batch, eval_batches: list[range]) -> list[Any]:
+    """What the ranks with the last stage have measured of samples that have gone through all."""
+    engine, (grid, stages, _) = replicas.engine, replicas.placement
+    schedule = measurement(grid, stages, tuple(split_over_ranks(len(eval_batches), grid.data)))
+    local = engine.measure(schedule, replicas.local, StepInput(0, batch, eval_batches))
+    found = engine.all_gather(local)
+    return [found[rank] for rank in schedule.ranks_with_losses()]
+
+
+def _count(found: list[Any], sums: dict[str, list[list[float]]], outputs: list[Any]) -> None:
+    """Takes note of what ranks have measured."""
+    for of_rank in found:
+        for measured, output in of_rank:
+            outputs.append(output)
+            for name, value in measured.items():
+                sums.setdefault(name, []).append(value)
 
 
 def _quotient(total: float, weight: float) -> float:

@@ -11,14 +11,17 @@ from lockstep.core.errors import ConfigError, DataError
 from lockstep.core.layout import sha256_of
 from lockstep.data.batch import loader_errors
 from lockstep.data.sources import Progress, no_progress
-from lockstep.report.runlog import read_run
+from lockstep.partition.placement import Part
+from lockstep.report.runlog import read_run, read_weights
 from lockstep.runtime.inprocess import InProcess
+from lockstep.training.checkpoint import max_bytes_of
 from lockstep.training.evaluate import evaluate
 from lockstep.training.replica_set import ReplicaSet
 from lockstep.training.setup import prepare
 from lockstep.training.weights import checked_weights
 
-NOT_NEEDED = ("out", "engine", "exchange", "devices", "workers", "optimizer", "learning_rate", "momentum")
+NOT_NEEDED = ("out", "engine", "exchange", "devices", "workers", "optimizer", "learning_rate", "momentum", "split",
+              "stages", "update")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -56,16 +59,19 @@ def evaluate_run(
     Settings that are `changed` (devices, data_dir, backend) replace the run's. Its model, data or loss are named as
     `entry_points`: a file never names code to run.
     """
-    settings, weights = read_run(folder)
+    settings = read_run(folder)
     config = _recorded_config(settings, folder, {**changed, **entry_points})
     backend, devices, task, _ = prepare(config, progress=progress, trains=False)
     if task.test_set is None:
         raise DataError(f"{config.data} has no test samples to evaluate the run in {folder} on.")
     if task.data_sha256 is not None and settings.get("data_sha256") not in (None, task.data_sha256):
         raise DataError(f"{config.data} is not the data that the run in {folder} was trained on (its SHA-256 differs).")
-    state = checked_weights(task.initial, weights, folder / "weights.safetensors", config.model)
+    weights = read_weights(folder, max_bytes_of(task.initial))
+    state = checked_weights(task.whole(task.initial), weights, folder / "weights.safetensors", config.model)
+    units = task.sliced(state)
     with InProcess(backend, devices) as engine:
-        replicas = ReplicaSet(engine, engine.each("replicate", lambda rank, device: task.replica(device, state, None)))
+        made = engine.each("replicate", lambda rank, device: task.replica(device, units, None, Part()))
+        replicas = ReplicaSet(engine, made)
         with closing(task.test_set(engine)) as test_set, loader_errors():
             metrics = evaluate(replicas, test_set, task.eval_spec, config.batch_size)
     return Evaluation(

@@ -3,7 +3,8 @@
 from typing import Any
 
 from lockstep.backends import Tensor
-from lockstep.replicas.replica import BatchSummary
+from lockstep.replicas.module import ModuleReplica
+from lockstep.replicas.replica import AllGatherTensors, BatchSummary, Leaf, Shard
 
 
 class HeldGradients:
@@ -14,6 +15,10 @@ class HeldGradients:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.replica, name)
+
+    def forward_backward(self, shards: list[Shard], all_gather: AllGatherTensors) -> list[Leaf]:
+        """Eagerly: what captured steps keep, such as copies of the weights in bf16, is as their last one needed it."""
+        return ModuleReplica.forward_backward(self.replica, shards, all_gather)
 
     def update(self, step: int, total: Tensor, batch: BatchSummary) -> None:
         """Holds the gradients instead."""

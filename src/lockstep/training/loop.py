@@ -5,14 +5,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
 
 from lockstep.backends import LossFuture, reset_peak_memory
 from lockstep.config import RunConfig
 from lockstep.core.errors import Interrupted, PeerFailure, RunError
 from lockstep.core.layout import Array
-from lockstep.core.tracing import Trace
+from lockstep.core.tracing import SpanName
 from lockstep.data.batch import BatchSource
 from lockstep.partition.batch import split_into_shards
 from lockstep.report.events import EpochDone, Event, Incident, RunDone, RunStarted, RunStopped, StepDone
@@ -20,10 +20,13 @@ from lockstep.runtime.engine import Engine
 from lockstep.runtime.verification import Unverified
 from lockstep.schedules.exchanges import KEEPS_THE_TREE
 from lockstep.training.callbacks import Now, RunState
-from lockstep.training.checkpoint import Checkpoint, Checkpoints, Progress, how_to_resume, identity_of
+from lockstep.training.checkpoint import Checkpoint, Progress, how_to_resume, identity_of
 from lockstep.training.drift import Rollback
 from lockstep.training.evaluate import evaluate
-from lockstep.training.result import peaks_of, result_of, traced_by, what_is_left
+from lockstep.training.learning_rate import learning_rate_at
+from lockstep.training.result import peaks_of, result_of, what_is_left
+from lockstep.training.resume_point import ResumePoint
+from lockstep.training.run_trace import RunTrace
 from lockstep.training.setup import Prepared
 from lockstep.training.state import Trained, TrainingState
 from lockstep.training.step_times import StepTimes
@@ -35,17 +38,6 @@ REPORTED_SECONDS = 0.5  # of capture or compilation; less is not worth a line
 
 class Stopped(RunError):
     """The run ended itself; a `RunStopped` event says why."""
-
-
-@dataclass(frozen=True)
-class ResumePoint:
-    """Where a run starts, where it saves, and how it is stopped."""
-
-    checkpoint: Checkpoint | None = None  # None: at step 1
-    notes: list[str] = field(default_factory=list)  # shown to the user when it starts
-    num_restarts: int = 0  # times that it continued with other workers
-    checkpoints: Checkpoints | None = None  # where to save; None on ranks that do not
-    is_stopping: Callable[[], bool] = lambda: False  # whether the user has asked it to stop
 
 
 class Training:
@@ -76,12 +68,13 @@ class Training:
         own_devices = [engine.devices[rank] for rank in engine.local_ranks]
         with ExitStack() as undo:
             reset_peak_memory(engine.backend, own_devices)
-            trained = Trained(task.replica, task.initial, identity_of(config, task))
+            placement = task.placement(config, engine.num_ranks)
+            trained = Trained(task.replica, task.initial, identity_of(config, task), placement)
             self.state = TrainingState(config, engine, trained, self._start.checkpoint)
             undo.callback(self.state.close)
             train_set = undo.enter_context(closing(task.train_set(engine)))
             test_set = undo.enter_context(closing(task.test_set(engine))) if task.test_set else None
-            engine.traces[:] = [Trace() for _ in own_devices] if config.trace else []
+            self._trace = RunTrace(config, self.state)
             try:
                 yield self._started()
                 while self.progress.epoch <= config.num_epochs and not self._is_stopped:
@@ -91,19 +84,21 @@ class Training:
                         self.state.restore(back.checkpoint)
                         self._reported_capture = 0.0
                         yield Incident("healed", str(back))
-                peaks = peaks_of(engine)
-                if config.trace:
-                    yield traced_by(engine)
+                peaks, held = peaks_of(engine), self.state.replicas.num_bytes()
+                weights = task.whole(self._weights() if self._weights else self.state.replicas.weights())
+                average = task.whole(self.state.replicas.averaged())
+                result = result_of(config, task, engine, self.progress, weights, peaks)
+                for traced in self._trace.measured(self.state):
+                    yield traced
+                    result = replace(result, explanation=traced.explanation, trace=self._trace.kept(traced))
             except RunError as problem:
                 if not isinstance(problem, (Stopped, PeerFailure, Interrupted)):
                     yield self._stopped(str(problem))
+                yield from self._trace.of_this_process(self.state)
                 raise
             except KeyboardInterrupt:
                 yield from self._interrupt(saves=False)
-            weights = self._weights() if self._weights else self.state.replicas.weights()
-            average = self.state.replicas.local[0].averaged()
-        result = result_of(config, task, engine, self.progress, weights, peaks)
-        yield RunDone(replace(result, ema=average))
+        yield RunDone(replace(result, ema=average, device_memory=held))
 
     def _started(self) -> RunStarted:
         config, task, engine = self._config, self._task, self._engine
@@ -115,7 +110,7 @@ class Training:
             devices=[str(device) for device in engine.devices],
             num_train_samples=task.num_train,
             num_test_samples=task.num_test,
-            num_parameters=sum(task.initial[name].size for name in task.parameters),
+            num_parameters=sum(array.size for n, array in task.whole(task.initial).items() if n in task.parameters),
             steps_per_epoch=self._steps_per_epoch,
             keeps_bits=config.exchange in KEEPS_THE_TREE,
             made_with=self.state.made_with,
@@ -135,11 +130,13 @@ class Training:
             partial(split_into_shards, num_shards=config.num_shards),
             StopAgreement(self._engine, self._start.is_stopping),
         )
-        for batch in train_set.batches(order, config.batch_size, split, epoch):
+        batches = train_set.batches(order, config.batch_size, split, epoch)
+        for batch in self._trace.loaded(batches, progress.step + 1):
             number = progress.step + len(in_flight) + 1
             step_began = time.perf_counter()
             try:
-                in_flight.append((batch.num_samples, steps.run(number, batch)))
+                with self._trace.step(number, steps):
+                    in_flight.append((batch.num_samples, steps.run(number, batch)))
             except Unverified:
                 while in_flight:
                     yield from self._finish_step(*in_flight.popleft(), began)
@@ -152,7 +149,8 @@ class Training:
                 yield from self._finish_step(*in_flight.popleft(), began)
             yield from self._incidents()
             if compares:
-                self.state.compare()
+                with self._trace.span(SpanName.COMPARISON):
+                    self.state.compare()
             if saves:
                 self._save()
             if is_stopping:
@@ -167,8 +165,10 @@ class Training:
 
     def _finish_step(self, num_samples: int, future: LossFuture, began: float) -> Events:
         """Waits for a step that was started, and counts it."""
-        progress, losses = self.progress, future.result()
+        progress = self.progress
         progress.step += 1
+        with self._trace.span(SpanName.STEP, progress.step):
+            losses = future.result()
         progress.losses += losses
         progress.weights += future.weights or []
         progress.seconds = time.perf_counter() - began
@@ -177,7 +177,9 @@ class Training:
             progress.first_loss = self._step_loss
         if not all(map(math.isfinite, losses)):
             yield from self._stop("the loss is NaN or infinite")
-        yield StepDone(progress.epoch, progress.step, num_samples)
+        num_steps = self._config.num_epochs * self._steps_per_epoch
+        rate = learning_rate_at(self._config, self.state.replicas.local[0], progress.step, num_steps)
+        yield StepDone(progress.epoch, progress.step, num_samples, self._step_loss, rate, progress.seconds)
 
     def _incidents(self) -> Events:
         if (why := self.state.steps.why_eager) and not self._eager_is_reported:
@@ -204,7 +206,8 @@ class Training:
         replicas = self.state.replicas
         if not replicas.is_finite():
             yield from self._stop("a weight is NaN or infinite")
-        metrics = {} if test_set is None else evaluate(replicas, test_set, task.eval_spec, config.batch_size)
+        with self._trace.span(SpanName.EVALUATION):
+            metrics = {} if test_set is None else evaluate(replicas, test_set, task.eval_spec, config.batch_size)
         self._weights = replicas.snapshot()
         weight = math.fsum(progress.weights) if progress.weights else self._num_seen()
         train_loss = math.fsum(progress.losses) / weight  # rounded once: independent of the order
@@ -229,7 +232,8 @@ class Training:
             engine.set_phase(name)
             epoch = len(progress.history) if name == "on_epoch" else progress.epoch
             now = Now(self.state.replicas, self._task, test_set, self._config.batch_size)
-            stops = self._callbacks.call(name, RunState(epoch, progress.step, loss, metrics, now))
+            with self._trace.span(SpanName.CALLBACK):
+                stops = self._callbacks.call(name, RunState(epoch, progress.step, loss, metrics, now))
         return engine.broadcast(0, lambda: b"stop" if stops else b"") == b"stop"
 
     def _stop_early(self, name: str) -> Events:
@@ -249,17 +253,19 @@ class Training:
     def _save_now(self) -> str:
         """Saves a checkpoint, if this process does that, and returns its path. A collective where ranks hold parts."""
         checkpoints = self._start.checkpoints
-        if self._config.checkpoint_every == 0 or (checkpoints is None and self.state.replicas.placement.is_replicated):
+        has_all = self.state.replicas.placement.every_rank_has_all
+        if self._config.checkpoint_every == 0 or (checkpoints is None and has_all):
             return ""
-        checkpoint = self.state.checkpoint()
-        if checkpoints is None:
-            return ""
-        self._engine.set_phase("checkpoint")
-        return str(checkpoints.save(checkpoint))
+        with self._trace.span(SpanName.CHECKPOINT):
+            checkpoint = self.state.checkpoint()
+            if checkpoints is None:
+                return ""
+            self._engine.set_phase("checkpoint")
+            return str(checkpoints.save(checkpoint))
 
     def _stopped(self, reason: str) -> RunStopped:
         progress = self.progress
-        weights = self._weights() if self._weights else {}
+        weights = self._task.whole(self._weights()) if self._weights else {}
         return RunStopped(progress.epoch, progress.step, reason, progress.history, weights)
 
     def _interrupt(self, saves: bool) -> Events:
@@ -270,8 +276,13 @@ class Training:
         sentence = f"interrupted after step {self.progress.step}.{where}{how}"
         if saves:
             sentence = self._engine.broadcast(0, sentence.encode).decode()
-        yield self._stopped("interrupted")
-        raise Interrupted(sentence)
+        stopped, task = self._stopped("interrupted"), self._task
+        error = Interrupted(sentence)
+        if weights := task.whole(self.state.replicas.weights()) if saves else stopped.weights:
+            error.result = result_of(self._config, task, self._engine, self.progress, weights, {})
+        yield stopped
+        yield from self._trace.of_all(self.state) if saves else self._trace.of_this_process(self.state)
+        raise error
 
     def _stop(self, what: str) -> Events:
         """Ends the run because its numbers are no longer finite."""

@@ -18,10 +18,11 @@ from lockstep.core.registry import pick
 from lockstep.data import Dataset
 from lockstep.data.arrays import dataset_of_arrays
 from lockstep.data.batch import BatchSource, DeviceMemory
+from lockstep.data.dataset import map_leaves
 from lockstep.data.given_batch import GivenBatches
-from lockstep.data.loader import Collate, Loader, ShardDataset, as_arrays, check_keyed, check_map_style
+from lockstep.data.loader import Collate, Loader, ShardDataset, ShardRequest, as_arrays, check_keyed, check_map_style
 from lockstep.data.order import sample_order
-from lockstep.data.resident import ResidentData
+from lockstep.data.resident import ResidentData, as_floats
 from lockstep.data.sampler import SampledOrder
 from lockstep.models.losses import LOSSES, METRICS, MODEL, PerSample
 from lockstep.models.mean_losses import with_exact_mean
@@ -31,11 +32,13 @@ from lockstep.optim.lr_schedule import LRSchedule
 from lockstep.optim.torch_optimizers import MakeOptimizer, OptimizerSettings, named_optimizer, user_optimizer
 from lockstep.partition.batch import split_into_shards
 from lockstep.replicas.memory_format import wants_channels_last
-from lockstep.replicas.module_capture import CapturableModuleReplica
 from lockstep.replicas.module_state import arrays_of, copy_of, load
+from lockstep.replicas.optimizer_state import OF_PARAMETER
+from lockstep.replicas.stages import chain_of
 from lockstep.replicas.train_spec import TrainSpec
 from lockstep.training.evaluate import EvalSpec
-from lockstep.training.task import Task, UserObjects, num_steps, weight_decay_of
+from lockstep.training.module_split import make_replica, split_module
+from lockstep.training.task import Task, UserObjects, grid_of, num_steps, weight_decay_of
 from lockstep.training.validation import check_objects, check_smallest_shard, made_module
 
 
@@ -56,6 +59,9 @@ def module_task(config: RunConfig, devices: list[Device], model: Any, data: Any,
     shards = split_into_shards(config.batch_size, config.num_shards)
     lr_schedule = LRSchedule(config.schedule, config.warmup, num_steps(config, num_train))
     spec = train_spec(config, devices, module, objects, lr_schedule, frozenset(map(len, shards)))
+    grid = grid_of(config, len(devices))
+    first = partial(first_samples, train, config, objects.collate_fn)
+    split = split_module(config, grid, spec, first)
     train, test = (_shards_of(part, config, objects.collate_fn) for part in (train, test))
     check_smallest_shard(config, module, train, num_train)
     for what, part in (("training", train), ("test", test)):
@@ -64,9 +70,9 @@ def module_task(config: RunConfig, devices: list[Device], model: Any, data: Any,
 
     return Task(
         model=config.model if objects.model is None and not is_entry_point(config.model) else type(module).__name__,
-        initial=arrays_of(module),
+        initial=split.sliced(arrays_of(module)),
         parameters=[name for name, _ in module.named_parameters()],
-        replica=lambda device, weights, state: CapturableModuleReplica(spec, device, weights, state),
+        replica=partial(make_replica, split.spec),
         train_set=lambda memory: batch_source(memory, train, "training", config),
         test_set=None if test is None else lambda memory: batch_source(memory, test, "test", config),
         num_train=num_train,
@@ -77,7 +83,12 @@ def module_task(config: RunConfig, devices: list[Device], model: Any, data: Any,
         eval_spec=eval_spec_of(-(-config.batch_size // config.num_shards), objects.metrics),
         trained=partial(with_weights, module),
         given_batch=lambda memory: GivenBatches(memory).batch,
-        notes=notes(config, devices, num_train),
+        notes=(*notes(config, devices, num_train), *split.notes),
+        whole=split.whole,
+        sliced=split.sliced,
+        stages=split.stages,
+        chain=partial(chain_of, module, first),
+        state_units=tuple(f"{OF_PARAMETER}{name}" for name in split.spec.names),
     )
 
 
@@ -115,6 +126,7 @@ def train_spec(
         ema=config.ema,
         precision=config.precision,
         channels_last=wants_channels_last(module, devices[0], config.precision),
+        names=tuple(name for name, param in module.named_parameters() if param.requires_grad),
         compiled_sizes=compiled_sizes if config.compile else frozenset(),
     )
     check_objects(config, spec)
@@ -175,7 +187,15 @@ def batch_source(memory: DeviceMemory, part: Any, what: str, config: RunConfig) 
         return ResidentData(memory, part[0], part[1])
     workers = min(4, cpu().num_cores) if config.workers is None else config.workers
     num_processes = memory.num_ranks // len(memory.local_ranks)
-    return Loader(memory, part, what, -(-workers // num_processes))
+    return Loader(memory, part, what, -(-workers // num_processes), grid_of(config, memory.num_ranks))
+
+
+def first_samples(part: Any, config: RunConfig, collate_fn: Collate | None) -> Any:
+    """The inputs of two samples, as a model gets them, to know their shapes."""
+    if isinstance(part, tuple):
+        return map_leaves(part[0], lambda array: torch.from_numpy(as_floats(array[:2].copy())))
+    loaded = ShardDataset(part, config.seed, collate_fn)[ShardRequest(0, [0, min(1, len(part) - 1)])]
+    return loaded if isinstance(loaded, dict) else loaded[0]
 
 
 def metrics_of(metrics: Any, loss: PerSample) -> dict[str, PerSample]:

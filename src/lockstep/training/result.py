@@ -1,12 +1,11 @@
-"""The result of a run, its peak memory, its trace, and the files of a run that stopped."""
+"""The result of a run, its peak memory, and the files of a run that stopped."""
 
 from collections.abc import Sequence
 
 from lockstep.backends import peak_memory
 from lockstep.config import RunConfig
 from lockstep.core.layout import Array, sha256_of
-from lockstep.core.tracing import Span, chrome_trace, lost_time
-from lockstep.report.events import EpochDone, Result, Traced
+from lockstep.report.events import EpochDone, Result
 from lockstep.runtime.engine import Engine
 from lockstep.training.checkpoint import Progress
 from lockstep.training.task import Task
@@ -16,15 +15,15 @@ def result_of(
     config: RunConfig, task: Task, engine: Engine, progress: Progress, weights: dict[str, Array], peaks: dict[str, int]
 ) -> Result:
     """The result of a run that ended with these weights."""
-    history, seconds = progress.history, sum(done.seconds for done in progress.history)
+    history, seconds = progress.history, sum(done.seconds for done in progress.history) + progress.seconds
     num_epochs, more_steps = divmod(progress.step, -(-task.num_train // config.batch_size))
     num_samples = num_epochs * task.num_train + more_steps * config.batch_size  # a run may stop in mid-epoch
     buffers = [name for name in weights if name not in set(task.parameters)]
     return Result(
-        test_accuracy=history[-1].test_accuracy,
-        metrics=history[-1].metrics,
-        seconds_per_epoch=seconds * task.num_train / num_samples,
-        samples_per_second=num_samples / seconds,
+        test_accuracy=history[-1].test_accuracy if history else None,
+        metrics=history[-1].metrics if history else {},
+        seconds_per_epoch=seconds * task.num_train / max(1, num_samples),
+        samples_per_second=num_samples / seconds if seconds else 0.0,
         backend=engine.backend.name,
         backend_version=engine.backend.version(),
         devices=[str(device) for device in engine.devices],
@@ -51,16 +50,6 @@ def peaks_of(engine: Engine) -> dict[str, int]:
         peaks = {str(own_devices[0]) if is_one_machine else f"rank {engine.local_ranks[0]}": peaks["cpu"]}
     gathered = engine.all_gather([peaks for _ in own_devices])
     return {name: peak for of_rank in gathered for name, peak in of_rank.items()}
-
-
-def traced_by(engine: Engine) -> Traced:
-    """The trace of all ranks, and what was lost against a perfect speed-up."""
-    ranks, exchanges = (
-        [[Span(*one) for one in spans] for spans in engine.all_gather([[list(one) for one in spans] for spans in own])]
-        for own in ([trace.spans for trace in engine.traces], [trace.exchange.spans for trace in engine.traces])
-    )
-    devices = [str(device) for device in engine.devices]
-    return Traced(chrome_trace(ranks, exchanges, devices), lost_time(ranks).sentence(len(devices)))
 
 
 def what_is_left(config: RunConfig, history: Sequence[EpochDone]) -> str:

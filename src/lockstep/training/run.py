@@ -9,9 +9,10 @@ from lockstep.core.errors import ConfigError, RunError
 from lockstep.core.interrupts import Interrupts
 from lockstep.core.torchrun_env import torchrun_env
 from lockstep.data.batch import loader_errors
-from lockstep.report.console import Console
 from lockstep.report.events import Event, Result, RunDone, RunStopped
-from lockstep.report.runlog import RunLog
+from lockstep.report.notebook import run_display
+from lockstep.report.sinks import Sink
+from lockstep.training.auto_split import with_split
 from lockstep.training.loop import Training
 from lockstep.training.resume import opened_run
 from lockstep.training.setup import inprocess_engine, with_engine
@@ -26,8 +27,9 @@ def run(config: RunConfig, objects: UserObjects | None = None, quiet: bool = Fal
         from lockstep.training.torchrun import TorchrunRank  # loads its framework
 
         return TorchrunRank(replace(config, engine="processes"), env, quiet).train(objects, resume)
-    config = with_engine(config)
+    config, objects, notes = with_split(with_engine(config), objects)
     with opened_run(config, objects, resume) as (prepared, log, start):
+        start = replace(start, notes=[*notes, *start.notes])
         if config.engine == "processes":
             from lockstep.training.elastic import train_in_processes  # loads its framework
 
@@ -37,9 +39,9 @@ def run(config: RunConfig, objects: UserObjects | None = None, quiet: bool = Fal
             return report(Training(config, prepared, engine, start).events(), log, quiet)
 
 
-def report(events: Generator[Event, None, None], log: RunLog | None, quiet: bool) -> Result:
+def report(events: Generator[Event, None, None], log: Sink | None, quiet: bool) -> Result:
     """Shows and records each event; returns the result, which is the last."""
-    with Console() as console, closing(events):
+    with run_display() as console, closing(events):
 
         def show_and_record(event: Event) -> None:
             if not quiet:
@@ -57,6 +59,7 @@ def report(events: Generator[Event, None, None], log: RunLog | None, quiet: bool
                     show_and_record(event)
         except KeyboardInterrupt:  # between two events: the run itself has to stop
             show_and_record(events.throw(KeyboardInterrupt()))
-            next(events)
+            for event in events:
+                show_and_record(event)
     assert isinstance(event, RunDone)
     return event.result

@@ -1,6 +1,5 @@
 """Assembles a run: backend, devices and task from its settings, then the engine and the steps."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,9 +13,10 @@ from lockstep.data import Dataset, load_dataset
 from lockstep.data.arrays import dataset_of_arrays
 from lockstep.data.sources import Progress, no_progress
 from lockstep.models import MODELS, Model
+from lockstep.parallel.combined import ModelSplit
 from lockstep.partition.balance import Balance
 from lockstep.partition.buckets import BUCKET_MB
-from lockstep.replicas.replica import Replica
+from lockstep.partition.grid import num_devices_of
 from lockstep.runtime.cuda_graph import captured_or_eager_steps
 from lockstep.runtime.engine import Engine
 from lockstep.runtime.inprocess import InProcess
@@ -25,7 +25,9 @@ from lockstep.runtime.verification import VerifiedSteps
 from lockstep.schedules.exchanges import NATIVE
 from lockstep.training.callbacks import Callbacks
 from lockstep.training.flat_task import flat_task
-from lockstep.training.task import Task, UserObjects
+from lockstep.training.replica_set import ReplicaSet
+from lockstep.training.split_checks import check_split, notes_on_split
+from lockstep.training.task import Task, UserObjects, grid_of
 
 MODULES = "torch"  # the framework whose modules can be trained
 
@@ -61,19 +63,29 @@ def prepare(
     engines = {name: ENGINES[name] for name in ("auto", *backend.capabilities.engines)}
     pick(engines, config.engine, f"engine for {backend.name}")
     if devices is None:
-        devices = devices_for(backend, config.devices, at_most=config.num_shards)
+        wanted = config.devices if config.devices is not None else num_devices_of(config.split)
+        devices = devices_for(backend, wanted, at_most=config.num_shards)
+    grid = grid_of(config, len(devices))
     if trains:
-        check_ranks(len(devices), config.num_shards)
+        check_ranks(grid.data, config.num_shards)
+        check_split(config, grid, objects)
     data = find_data(config, objects, progress)
     if isinstance(model, Model):
         if not isinstance(data, Dataset):
             raise ConfigError(f"{model.name} needs its samples in memory: give arrays (X, y), or a module as model.")
-        return Prepared(backend, devices, flat_task(config, backend, model, data, objects), callbacks)
+        task = flat_task(config, backend, model, data, objects, grid)
+        return Prepared(backend, devices, with_notes(task, notes_on_split(config, grid, task.num_train)), callbacks)
     if backend.name != MODULES:
         raise ConfigError(f"{config.model} needs --backend {MODULES}. In {backend.name}, use --model lenet.")
     from lockstep.training.module_task import module_task  # loads its framework
 
-    return Prepared(backend, devices, module_task(config, devices, model, data, objects), callbacks)
+    task = module_task(config, devices, model, data, objects)
+    return Prepared(backend, devices, with_notes(task, notes_on_split(config, grid, task.num_train)), callbacks)
+
+
+def with_notes(task: Task, notes: tuple[str, ...]) -> Task:
+    """The task with more notes for the user."""
+    return replace(task, notes=(*task.notes, *notes))
 
 
 def check_portable(config: RunConfig, backend: Backend) -> None:
@@ -114,6 +126,8 @@ def find_data(config: RunConfig, objects: UserObjects, progress: Progress) -> An
         if not callable(function):
             raise ConfigError(f"The data {name} is a {type(function).__name__}. Name a function that returns the data.")
         data = call_user_function(function, "data")
+        if data is None:
+            raise ConfigError(f"The function for the data, {name}, returned None. It must return the data.")
     if data is None or isinstance(data, str):
         return load_dataset(data or name, config.data_dir, progress)
     if is_list_of_samples(data):
@@ -147,10 +161,10 @@ def is_map_style(data: Any) -> bool:
     return any(not isinstance(part, no_data_set) and not hasattr(part, "__array__") for part in parts)
 
 
-def inprocess_engine(config: RunConfig, prepared: Prepared) -> InProcess:
-    """The engine `inprocess`, with the settings of a run."""
+def inprocess_engine(config: RunConfig, prepared: Prepared, has_session: bool = True) -> InProcess:
+    """The engine `inprocess`, with the settings of a run. Without a session of the framework, the caller has one."""
     pins = not config.compile  # else the compiler's processes would all run on one core
-    return InProcess(prepared.backend, prepared.devices, config.timeout, pins=pins)
+    return InProcess(prepared.backend, prepared.devices, config.timeout, pins=pins, has_session=has_session)
 
 
 def bucket_mb(config: RunConfig, engine: Engine) -> float:
@@ -167,11 +181,27 @@ def step_options(config: RunConfig, engine: Engine) -> StepOptions:
     return StepOptions(config.num_shards, config.exchange, bucket_mb(config, engine), together)
 
 
-def make_steps(config: RunConfig, engine: Engine, replicas: Sequence[Replica], balance: Balance) -> Steps:
+def model_split(config: RunConfig, replicas: ReplicaSet) -> ModelSplit | None:
+    """How the model and its update are split; None where only the data is."""
+    placement = replicas.placement
+    if placement.every_rank_has_all:
+        return None
+    clips = config.clip_norm is not None
+    return ModelSplit(placement.grid, placement.stages, replicas.shapes(), config.pipeline, clips)
+
+
+def make_steps(config: RunConfig, replica_set: ReplicaSet, balance: Balance) -> Steps:
     """The steps of a run: captured as CUDA graphs where possible, else eager."""
-    options = step_options(config, engine)
-    steps: Steps = EagerSteps(engine, replicas, options, balance)
-    if config.capture and not config.trace:
+    engine, replicas = replica_set.engine, replica_set.local
+    split = model_split(config, replica_set)
+    options = step_options(config, engine)._replace(model_split=split)
+    eager = EagerSteps(engine, replicas, options, balance)
+    if split is not None:
+        if engine.devices[0].kind == "cuda" and config.capture:
+            eager.why_eager = "the model or its update is split"
+        return eager
+    steps: Steps = eager
+    if config.capture:
         steps = captured_or_eager_steps(engine, replicas, options, balance)
     if not config.verify_every or config.trace:
         return steps

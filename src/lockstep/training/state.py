@@ -8,6 +8,8 @@ from lockstep.core.errors import ConfigError
 from lockstep.core.layout import Array, sha256_of
 from lockstep.core.torchrun_env import torchrun_env
 from lockstep.partition.balance import balance_for
+from lockstep.partition.placement import Placement
+from lockstep.replicas.replica import ReplicaState
 from lockstep.runtime.engine import Engine
 from lockstep.training.checkpoint import Checkpoint, Progress, differences, made_with
 from lockstep.training.drift import Healing
@@ -22,6 +24,7 @@ class Trained(NamedTuple):
     replica: MakeReplica
     initial: dict[str, Array]  # parameters and buffers by name
     identity: dict[str, Any]  # what the bits depend on
+    placement: Placement
     can_heal: bool = True  # whether whoever trains can go back
 
 
@@ -43,12 +46,14 @@ class TrainingState:
     def restore(self, start: Checkpoint | None) -> None:
         """Makes the replicas, from a checkpoint or with the initial weights, and their steps."""
         weights = self._trained.initial if start is None else start.weights
-        # every rank holds the whole model: its state is the only one
-        state = None if start is None else next(iter(start.states.values()))
-        local = self._engine.each("replicate", lambda rank, device: self._trained.replica(device, weights, state))
+        state = None if start is None else ReplicaState(**start.states)
+        make, placement = self._trained.replica, self._trained.placement
+        local = self._engine.each(
+            "replicate", lambda rank, device: make(device, weights, state, placement.part_of(rank))
+        )
         self.progress = Progress() if start is None else deepcopy(start.progress)
-        self.replicas = ReplicaSet(self._engine, local)
-        self.steps = make_steps(self._config, self._engine, local, self.balance)
+        self.replicas = ReplicaSet(self._engine, local, placement, self._trained.initial)
+        self.steps = make_steps(self._config, self.replicas, self.balance)
 
     def compare(self) -> None:
         """Raises an error where replicas differ, or with `--heal` a `Rollback` to where they were equal."""
@@ -56,14 +61,14 @@ class TrainingState:
 
     def checkpoint(self) -> Checkpoint:
         """The whole model after the last step. A collective where ranks hold parts."""
-        return self._checkpoint(self.replicas.weights(), self.replicas.states())
+        return self._checkpoint(self.replicas.weights(), self.replicas.state())
 
     def local_checkpoint(self) -> Checkpoint:
         """The part of it that this process holds."""
-        return self._checkpoint(self.replicas.local_weights(), self.replicas.local_states())
+        return self._checkpoint(self.replicas.local_weights(), self.replicas.local_state())
 
-    def _checkpoint(self, weights: dict[str, Array], states: dict[str, Any]) -> Checkpoint:
-        return Checkpoint(self._trained.identity, self.made_with, deepcopy(self.progress), weights, states)
+    def _checkpoint(self, weights: dict[str, Array], state: ReplicaState) -> Checkpoint:
+        return Checkpoint(self._trained.identity, self.made_with, deepcopy(self.progress), weights, state._asdict())
 
     def close(self) -> None:
         """Lets go of the steps: CUDA graphs hold memory of the GPU."""

@@ -6,12 +6,18 @@ from typing import Any
 
 from lockstep.config import RunConfig
 from lockstep.core.device import Device
+from lockstep.core.errors import RunError
 from lockstep.core.layout import Array
 from lockstep.data.batch import Batch, BatchSource, DeviceMemory
-from lockstep.replicas.replica import Replica
+from lockstep.partition.chain import NO_CHAIN, NamedChain
+from lockstep.partition.grid import Grid, grid_for, num_devices_of
+from lockstep.partition.placement import Part, Placement
+from lockstep.replicas.replica import Replica, ReplicaState
 from lockstep.training.evaluate import EvalSpec
 
-MakeReplica = Callable[[Device, dict[str, Array], Any], Replica]  # on a device, with weights, with a state dict or None
+# on a device, with weights, with a state or None; the part of the model that a rank holds
+MakeReplica = Callable[[Device, dict[str, Array], ReplicaState | None, Part], Replica]
+Weights = dict[str, Array]
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,7 @@ class UserObjects:
     sampler: Any = None
     on_step: Any = None
     on_epoch: Any = None
+    logger: Any = None
 
 
 @dataclass(frozen=True)
@@ -35,8 +42,8 @@ class Task:
     """One model to train on one dataset."""
 
     model: str  # its name on the terminal
-    initial: dict[str, Array]  # parameters and buffers by name, in model order
-    parameters: list[str]  # the names of those that are parameters
+    initial: Weights  # parameters and buffers by name, in model order; those of sliced layers in slices
+    parameters: list[str]  # the names of those that are parameters, as a whole
     replica: MakeReplica
     train_set: Callable[[DeviceMemory], BatchSource]
     test_set: Callable[[DeviceMemory], BatchSource] | None
@@ -49,6 +56,29 @@ class Task:
     # what a program gives as a batch -> the batch, where the framework can
     given_batch: Callable[[DeviceMemory], Callable[[Any], Batch]] | None = None
     notes: tuple[str, ...] = ()  # shown to the user when it starts
+    whole: Callable[[Weights], Weights] = dict  # puts slices together
+    sliced: Callable[[Weights], Weights] = dict  # and takes them apart
+    stages: tuple[int, ...] = (0,)  # for each stage of the network, its place in a pipeline
+    # for so many devices: the layers that stages may begin with, in the order in which they are called
+    chain: Callable[[int], NamedChain] = lambda num_places: NO_CHAIN
+    state_units: tuple[str, ...] = ()  # what a state has to have: an entry for each trained parameter
+
+    def placement(self, config: RunConfig, num_ranks: int) -> Placement:
+        """Which rank holds what. Devices may have been lost since the model was cut."""
+        if (num_devices_of(config.split) or num_ranks) == num_ranks:
+            grid = grid_of(config, num_ranks)
+            if grid.network == max(self.stages) + 1:
+                return Placement(grid, self.stages, config.update == "sharded")
+        left = f"{num_ranks} device{'s are' if num_ranks > 1 else ' is'} left"
+        raise RunError(
+            f"{left}, and --split {config.split} was made for more: a part of the model was lost with each of them. "
+            f"Resume with --resume on those that are left, with a --split for them."
+        )
+
+
+def grid_of(config: RunConfig, num_ranks: int) -> Grid:
+    """How the ranks share the work."""
+    return grid_for(config.split, num_ranks)
 
 
 def weight_decay_of(config: RunConfig) -> float:

@@ -4,8 +4,11 @@ When one fails, all end. `torchrun --max-restarts` restarts all, and the run res
 """
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
+from itertools import count
 
 from lockstep.backends import devices_for, load_backend
 from lockstep.config import RunConfig, settings_in
@@ -14,13 +17,16 @@ from lockstep.core.errors import ConfigError, Interrupted, LockstepError, PeerFa
 from lockstep.core.interrupts import Interrupts
 from lockstep.core.secret import secret_for
 from lockstep.core.settings import AGREED
-from lockstep.core.torchrun_env import TorchrunEnv
+from lockstep.core.torchrun_env import TorchrunEnv, torchrun_env
 from lockstep.report.events import Result
+from lockstep.runtime.authenticated_store import AuthenticatedStore
 from lockstep.runtime.engine import Position
 from lockstep.runtime.launch.heartbeat import Heartbeat, ask, find_stragglers
 from lockstep.runtime.process_group import ProcessGroup
 from lockstep.runtime.processes import Processes
+from lockstep.runtime.rank_thread import run_watched
 from lockstep.runtime.store import Store, address_towards, join_store, prefix_store
+from lockstep.training.auto_split import with_split
 from lockstep.training.checkpoint import identity_of
 from lockstep.training.elastic import agree
 from lockstep.training.loop import Training
@@ -28,12 +34,18 @@ from lockstep.training.resume import opened_run
 from lockstep.training.run import report
 from lockstep.training.task import Task, UserObjects
 
+MARK_SECONDS = 5.0  # for the first rank with an error to say that it prints it
+PRINT_SECONDS = 0.5  # for it to print: torchrun ends all ranks as soon as one of them has ended
+LATE_SECONDS = 2.0  # for Gloo to notice by itself that its time is over: it may wait for a dead rank for ever
+NUMBERS = count()  # of the runs of this process: the store keeps what earlier ones have written
 STORE_SECONDS = 3.0  # for the store to answer when peers have failed: the connection to it may be broken
 
 
-def store_of(env: TorchrunEnv, timeout: float) -> Store:
-    """A connection to torchrun's own store."""
-    return prefix_store(f"lockstep/{env.attempt}", join_store(env.host, env.port, timeout))
+def store_of(env: TorchrunEnv, timeout: float, part: str = "") -> Store:
+    """A connection to torchrun's own store, which anybody can write to: what has no mark of the secret is not read."""
+    store = prefix_store(f"lockstep/{env.attempt}{part}", join_store(env.host, env.port, timeout))
+    secret = secret_for(f"torchrun/{env.attempt}{part}/store")
+    return store if secret is None else AuthenticatedStore(store, secret, timeout)
 
 
 class TorchrunRank:
@@ -41,7 +53,9 @@ class TorchrunRank:
 
     def __init__(self, config: RunConfig, env: TorchrunEnv, quiet: bool) -> None:
         self._config, self._env, self._quiet = config, env, quiet or env.rank != 0
-        self._store = store_of(env, config.timeout)
+        number = next(NUMBERS)
+        self._part = f"/run/{number}" if number else ""
+        self._store = store_of(env, config.timeout, self._part)
         self._position = Position()
         self._devices: list[Device] = []
 
@@ -52,26 +66,40 @@ class TorchrunRank:
         with Interrupts(notify=not self._quiet) as interrupts, ExitStack() as undo:
             try:
                 self._devices = devices_of_all(config, env, self._store)
-                undo.callback(Heartbeat(self._position, store_of(env, config.timeout), str(env.rank)).stop)
+                undo.callback(Heartbeat(self._position, store_of(env, config.timeout, self._part), str(env.rank)).stop)
                 return self._train(objects, resume, interrupts)
             except LockstepError as problem:
                 error: LockstepError = problem
                 if isinstance(problem, PeerFailure):
                     error = Interrupted("interrupted.") if interrupts.requested else self._name_failed_peers(problem)
+                    error.ends_at_once = problem.ends_at_once
                 if error.is_reported is None:
                     error.is_reported = is_reported(self._store)
                 raise error from problem.__cause__
 
     def _train(self, objects: UserObjects | None, resume: bool, interrupts: Interrupts) -> Result:
-        config, rank = self._config, self._env.rank
+        rank = self._env.rank
+        least = partial(least_of_all, self._store, self._env, self._config.timeout, interrupts)
+        config, objects, notes = with_split(self._config, objects, self._devices, least)
         with opened_run(config, objects, resume, self._devices, logs=rank == 0) as (prepared, log, start):
             wait_for_all(self._store, self._env, config.timeout, interrupts)
-            address, secret = address_towards(self._env.host), secret_for(f"torchrun/{self._env.attempt}")
-            group = ProcessGroup(self._store, rank, self._devices, address, config.timeout, secret)
+            address = address_towards(self._env.host)
+            secret = secret_for(f"torchrun/{self._env.attempt}{self._part}")
+
+            def connect() -> ProcessGroup:
+                return ProcessGroup(self._store, rank, self._devices, address, config.timeout, secret)
+
+            watch = watch_peers(self._store, self._env, config.timeout + LATE_SECONDS, interrupts)
+            group = run_watched("lockstep-connect", connect, watch)
             with Processes(prepared.backend, self._devices, group, self._position) as engine:
                 check_same_settings(engine, config, prepared.task)
-                checkpoint = agree(engine, start.checkpoint, identity_of(config, prepared.task))
-                start = replace(start, checkpoint=checkpoint, is_stopping=lambda: rank == 0 and interrupts.requested)
+                checkpoint = agree(engine, start, identity_of(config, prepared.task), prepared.task)
+                start = replace(
+                    start,
+                    checkpoint=checkpoint,
+                    notes=[*notes, *start.notes],
+                    is_stopping=lambda: rank == 0 and interrupts.requested,
+                )
                 return report(Training(config, prepared, engine, start).events(), log, self._quiet)
 
     def _name_failed_peers(self, failure: PeerFailure) -> RunError:
@@ -122,18 +150,39 @@ def _device(said: bytes) -> Device:
         raise PeerFailure("A rank's entry in torchrun's store is no device: another program writes to it.") from problem
 
 
-def wait_for_all(store: Store, env: TorchrunEnv, timeout: float, interrupts: Interrupts) -> None:
-    """Waits until all ranks are ready to connect, or one has failed: to connect to it would end with a timeout."""
+def wait_for_all(
+    store: Store, env: TorchrunEnv, timeout: float, interrupts: Interrupts, what: str = "ready", value: str = ""
+) -> list[bytes]:
+    """Waits until all ranks are here, or one has failed: to connect to it would end with a timeout. Their values."""
+    watch = watch_peers(store, env, timeout, interrupts)
+    store.set(f"{what}/{env.rank}", value)
+    keys = [f"{what}/{rank}" for rank in range(env.size)]
+    while not store.check(keys):
+        watch()
+    return [store.get(key) for key in keys]
+
+
+def least_of_all(store: Store, env: TorchrunEnv, timeout: float, interrupts: Interrupts, memory: float) -> float:
+    """The least memory that a rank has: machines may differ, and all have to come to the same split."""
+    said = wait_for_all(store, env, timeout, interrupts, "memory", str(int(memory)))
+    if not all(number[:32].isdigit() for number in said):
+        raise PeerFailure("A rank's memory in torchrun's store is no number: another program writes to it.")
+    return float(min(int(number[:32]) for number in said))
+
+
+def watch_peers(store: Store, env: TorchrunEnv, timeout: float, interrupts: Interrupts) -> Callable[[], None]:
+    """A function to call while this rank waits: it waits a moment, and gives up where another failed, or in the end."""
     deadline = time.monotonic() + timeout
-    store.add("ready", 1)
-    while store.add("ready", 0) < env.size:
-        if interrupts.requested or store.add("failed", 0):
-            raise PeerFailure("Another rank has failed.")
-        if time.monotonic() > deadline:
-            failure = PeerFailure("Not all ranks are ready.")
-            failure.timed_out = True
+
+    def watch() -> None:
+        has_failed = any(store.check([f"failed/{rank}"]) for rank in range(env.size))
+        if interrupts.requested or has_failed or time.monotonic() > deadline:
+            failure = PeerFailure("Another rank has failed." if has_failed else "Not all ranks are ready.")
+            failure.timed_out = not has_failed
             raise failure
         time.sleep(0.02)
+
+    return watch
 
 
 def check_same_settings(engine: Processes, config: RunConfig, task: Task) -> None:
@@ -146,8 +195,24 @@ def check_same_settings(engine: Processes, config: RunConfig, task: Task) -> Non
 
 
 def is_reported(store: Store) -> bool:
-    """Whether another rank has printed what went wrong; marks it as printed."""
+    """Whether another rank has printed what went wrong; marks it as printed.
+
+    The count of those that failed is a hint only: who changes it makes all of them wait, and print.
+    """
+    env = torchrun_env()
+
+    def find_mark() -> bool:
+        store.set(f"failed/{env.rank if env else 0}", "")
+        deadline = time.monotonic() + (MARK_SECONDS if store.add("failed", 1) > 1 else 0.0)
+        while time.monotonic() < deadline:
+            if store.check(["printed"]):
+                time.sleep(PRINT_SECONDS)
+                return True
+            time.sleep(0.02)
+        store.set("printed", "")
+        return False
+
     try:
-        return ask(lambda: store.add("failed", 1), STORE_SECONDS) > 1
+        return ask(find_mark, STORE_SECONDS + MARK_SECONDS)
     except RuntimeError:
         return False

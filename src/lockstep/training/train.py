@@ -53,6 +53,8 @@ def train(
       has, like that of a DataLoader, or a function of the epoch; random numbers are keyed by (seed, epoch).
     - `on_step`, `on_epoch`: functions that are called after every update and every epoch with the state of the run:
       epoch, step, loss, metrics, `evaluate()`, `weights()`, `stop()`.
+    - `logger`: "tensorboard", or an object with the methods of Lightning's loggers, or a list of such; it gets a point
+      every `log_every` steps, and one after every epoch.
     - `out`: the run's folder. With `resume=True` a run in it continues from its last checkpoint, on any devices.
 
     >>> result = train(2, batch_size=256, lr=0.2, num_epochs=1, data="fashion-mnist-mini", quiet=True)
@@ -71,6 +73,8 @@ def settings_of(given: dict[str, Any]) -> tuple[RunConfig, UserObjects]:
     only_objects = {name: given[name] for name in ONLY_OBJECTS if name in given}
     settings = {name: value for name, value in given.items() if name not in ONLY_OBJECTS}
     objects = {name: settings[name] for name in OBJECTS if not isinstance(settings.get(name, ""), (str, Path))}
+    if settings.get("logger") is not None and not isinstance(settings["logger"], str):
+        objects["logger"] = settings["logger"]
     named = _config_settings(settings)
     is_function = "optimizer" in objects and not hasattr(objects["optimizer"], "param_groups")
     if is_function and any(named.get(name) for name in ("learning_rate", "momentum", "weight_decay")):
@@ -95,10 +99,12 @@ def _config_settings(named: dict[str, Any]) -> dict[str, Any]:
             continue  # it has two names, and may be set by the other
         if name in found:
             raise ConfigError(f"train got both {options[name]} and {option}. Give it one of them.")
-        if name in OBJECTS and not isinstance(value, (str, Path)):
+        if name in (*OBJECTS, "logger") and value is not None and not isinstance(value, (str, Path)):
             value = "data given in Python" if name == "data" else describe(value)
         elif name == "devices" and not isinstance(value, int):
             value = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+        elif name == "stages" and isinstance(value, (list, tuple)):
+            value = ",".join(map(str, value))
         found[name], options[name] = value, option
     return found
 

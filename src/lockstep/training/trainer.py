@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,33 +12,29 @@ from torch import nn
 from lockstep.backends.torch_session import use_tf32
 from lockstep.config import RunConfig, settings_in
 from lockstep.core.errors import ConfigError, PeerFailure, RunError
-from lockstep.core.files import read_regular
 from lockstep.core.layout import Array, sha256_of
-from lockstep.core.serialization import CorruptData
 from lockstep.core.settings import IDENTITY
 from lockstep.core.this_thread import THIS_THREAD
 from lockstep.data.given_batch import GivenBatches
 from lockstep.optim.lr_schedule import LRSchedule
-from lockstep.replicas.module import ModuleReplica
-from lockstep.replicas.module_capture import CapturableModuleReplica
-from lockstep.replicas.module_state import arrays_of
-from lockstep.report.runlog import what_to_do, write_whole
+from lockstep.replicas.trainer_replica import TrainerReplica
 from lockstep.runtime.step import EagerSteps
 from lockstep.runtime.verification import Unverified
 from lockstep.training.callbacks import batches_in
-from lockstep.training.checkpoint import Checkpoint, check_same_run, unpacked
+from lockstep.training.checkpoint import Checkpoint, check_same_run
 from lockstep.training.evaluate import evaluate_batches
 from lockstep.training.held_gradients import HeldGradients
 from lockstep.training.module_task import eval_spec_of, train_spec, with_weights
 from lockstep.training.setup import step_options
-from lockstep.training.state import Trained, TrainingState
-from lockstep.training.task import UserObjects
+from lockstep.training.split_checks import check_split
+from lockstep.training.state import TrainingState
+from lockstep.training.task import UserObjects, grid_of
 from lockstep.training.trainer_engine import trainer_engine
+from lockstep.training.trainer_model import read_saved, trainer_model, write_saved
 from lockstep.training.trainer_settings import NOT_HERE, EverySize, StepResult, is_object, trainer_settings
 from lockstep.training.validation import made_module
 from lockstep.training.weights import checked_weights
 
-MAX_SAVED_BYTES = 1 << 38  # of a file that `load` reads
 EVAL_BATCH_SIZE = 64  # samples that are evaluated together, on any devices
 
 
@@ -51,6 +47,9 @@ class Trainer:
     `model`, `optimizer` and `loss` are as in `train`, and so are the other settings: lr, momentum, weight_decay,
     scheduler, warmup, clip_norm, ema, over, metrics, batch_norm, precision, compile, exchange, check_every,
     verify_every, timeout; not what belongs to the loop: data, epochs, batch_size, out.
+
+    split, stages, pipeline, slices and update are as in `train`, too. To split the network or its layers, give an
+    `example`: a batch like those of the loop. Then there is `step`, and no `gradients`, `apply` or `module`.
     """
 
     def __init__(
@@ -63,11 +62,12 @@ class Trainer:
         shards: int = 8,
         seed: int = 0,
         engine: str = "auto",
+        example: Any = None,
         **settings: Any,
     ) -> None:
         given = {"model": model, "optimizer": optimizer, "loss": loss, "devices": devices, "shards": shards}
         config, objects = trainer_settings({**given, "seed": seed, "engine": engine, **settings})
-        self._start(config, objects, None)
+        self._start(config, objects, example, None)
 
     @classmethod
     def load(cls, path: str | Path, *, model: Any, devices: Any = None, **settings: Any) -> Self:
@@ -75,22 +75,19 @@ class Trainer:
 
         Settings are those of the saved one, unless they were objects: give these again.
         """
-        path = Path(path)
-        try:
-            checkpoint = unpacked(read_regular(path, MAX_SAVED_BYTES))
-        except OSError as problem:
-            raise ConfigError(f"{path} cannot be read: {problem.strerror}. Give what Trainer.save wrote.") from problem
-        except CorruptData as problem:
-            raise ConfigError(f"{path} is damaged, or was not written by Trainer.save: {problem}.") from problem
+        path, example = Path(path), settings.pop("example", None)
+        checkpoint = read_saved(path)
         names = {each.name: each.metadata["option"] or each.name for each in settings_in(IDENTITY)}
         saved = {names[name]: value for name, value in checkpoint.run.items() if name in names}
         plain = {n: v for n, v in saved.items() if n not in NOT_HERE and n != "model" and not is_object(v)}
         config, objects = trainer_settings({**plain, "model": model, "devices": devices, **settings})
         found = cls.__new__(cls)
-        found._start(config, objects, (path, checkpoint))
+        found._start(config, objects, example, (path, checkpoint))
         return found
 
-    def _start(self, config: RunConfig, objects: UserObjects, saved: tuple[Path, Checkpoint] | None) -> None:
+    def _start(
+        self, config: RunConfig, objects: UserObjects, example: Any, saved: tuple[Path, Checkpoint] | None
+    ) -> None:
         self._config, self._undo, self._is_closed, self._why_closed = config, ExitStack(), False, ""
         try:
             if objects.model is None:
@@ -104,10 +101,10 @@ class Trainer:
             )
             self._batches = GivenBatches(self._engine)
             self._eval_spec = eval_spec_of(EVAL_BATCH_SIZE, objects.metrics)
-            trained = Trained(
-                partial(CapturableModuleReplica, spec), arrays_of(self._source), _identity_of(config), False
-            )
-            start = None
+            grid = grid_of(config, self._engine.num_ranks)
+            check_split(config, grid, objects)
+            self._model = trainer_model(config, grid, spec, example)
+            trained, start = self._model.trained, None
             if saved is not None:
                 path, start = saved
                 check_same_run(start.run, trained.identity, config)
@@ -149,8 +146,9 @@ class Trainer:
 
         Called again before `update`, batches are accumulated: the gradient is the mean over the samples of all.
         """
+        self._check_whole("gradients")
         with self._working("gradients"):
-            found, progress = self._batches.batch(batch), self._state.progress
+            found, progress = replace(self._batches.batch(batch), static=None), self._state.progress  # not captured
             replicas: list[Any] = self._state.replicas.local
             if not self._held:
                 self._held = [HeldGradients(replica) for replica in replicas]
@@ -166,6 +164,7 @@ class Trainer:
         same to all replicas; they are compared at the next `save`, and every `check_every` steps. What it draws from
         PyTorch is the same for all.
         """
+        self._check_whole("apply")
         with self._working("apply"):
             passes, replicas = self._state.progress.passes, self._state.replicas.local
             self._engine.each("apply", lambda rank, device, replica: replica.apply(function, passes), replicas)
@@ -205,7 +204,8 @@ class Trainer:
     @property
     def module(self) -> nn.Module:
         """The replica of the device that asks: in a loss or another trainer's step its own, else that of the first."""
-        replicas: list[ModuleReplica] = self._state.replicas.local  # type: ignore[assignment]
+        self._check_whole("module")
+        replicas: list[TrainerReplica] = self._state.replicas.local  # type: ignore[assignment]
         rank = THIS_THREAD.rank
         return replicas[rank if rank < len(replicas) else 0].lent()
 
@@ -216,15 +216,14 @@ class Trainer:
     def weights(self) -> dict[str, Array]:
         """All parameters and buffers by name."""
         with self._working("weights"):
-            return self._state.replicas.weights()
+            return self._model.whole(self._state.replicas.weights())
 
     def ema_weights(self) -> dict[str, Array]:
         """Their moving average, with `ema=`."""
         if self._config.ema is None:
             raise ConfigError("There is no moving average. Ask for one when you make the trainer: ema=0.999.")
-        replica: Any = self._state.replicas.local[0]
         with self._working("ema_weights"):
-            return dict(replica.averaged())
+            return self._model.whole(self._state.replicas.averaged())
 
     @property
     def weights_sha256(self) -> str:
@@ -243,12 +242,7 @@ class Trainer:
             self._state.compare()
             checkpoint = self._state.checkpoint()
             if 0 in self._engine.local_ranks:
-                try:
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    content = checkpoint.packed()
-                    write_whole(path, lambda temporary: temporary.write_bytes(content))
-                except OSError as problem:
-                    raise RunError(f"{path} cannot be written: {problem.strerror}. {what_to_do(problem)}.") from problem
+                write_saved(path, checkpoint)
             self._engine.all_gather([0 for _ in self._engine.local_ranks])  # it is there when anybody goes on
         return path
 
@@ -285,12 +279,14 @@ class Trainer:
                 how = f"did not arrive in {self._config.timeout:g} s" if problem.timed_out else "failed, or has ended"
                 raise RunError(f"{call}: another rank {how}. Look at what it says, if it does.") from problem
 
+    def _check_whole(self, what: str) -> None:
+        if self._model.is_split:
+            raise ConfigError(
+                f"Trainer.{what} needs the whole model, and its update, on every device. Here they are split: use "
+                f"step, or split the data only (split='data', update='replicated', no slices)."
+            )
+
     def _compare_if_due(self) -> None:
         every = self._config.check_every
         if every and self._state.progress.step % every == 0:
             self._state.compare()
-
-
-def _identity_of(config: RunConfig) -> dict[str, Any]:
-    names = {each.name for each in settings_in(IDENTITY)} - set(NOT_HERE)
-    return {name: getattr(config, name) for name in sorted(names)}

@@ -12,7 +12,7 @@ from lockstep.training.train import settings_of
 
 NOT_HERE = ("epochs", "num_epochs", "batch_size", "data", "data_dir", "schedule", "workers", "out", "heal", "trace",
             "checkpoint_every", "keep_checkpoints", "on_hang", "max_restarts", "backend", "num_gpus",
-            "sampler", "collate_fn", "on_step", "on_epoch")  # fmt: skip
+            "sampler", "collate_fn", "on_step", "on_epoch", "logger", "log_every")  # fmt: skip
 
 
 class StepResult:

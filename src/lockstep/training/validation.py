@@ -16,6 +16,7 @@ from lockstep.data.dataset import map_leaves
 from lockstep.data.loader import ShardDataset, ShardRequest
 from lockstep.data.seeded import seeded
 from lockstep.models import BuiltIn
+from lockstep.optim.torch_optimizers import check_can_step
 from lockstep.replicas.module_state import call, copy_of, modules_in_eval_mode, put_in_eval_mode
 from lockstep.replicas.train_spec import TrainSpec
 
@@ -87,6 +88,7 @@ def check_objects(config: RunConfig, spec: TrainSpec) -> None:
     named = spec.module.named_parameters()
     copies = [(name, nn.Parameter(param.detach().clone())) for name, param in named if param.requires_grad]
     optimizer = call_user_function(spec.optimizer, "optimizer", copies)
+    check_can_step(optimizer)
     if scheduler is not None:
         made = call_user_function(scheduler, "scheduler", optimizer)
         if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau) or not hasattr(made, "step"):

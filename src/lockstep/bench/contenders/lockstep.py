@@ -13,7 +13,8 @@ from lockstep.bench.workload import Workload, load_samples
 from lockstep.core.device import Device
 from lockstep.core.layout import sha256_of
 from lockstep.report.events import EpochDone, Incident, StepDone
-from lockstep.training.loop import ResumePoint, Training
+from lockstep.training.loop import Training
+from lockstep.training.resume_point import ResumePoint
 from lockstep.training.setup import inprocess_engine, prepare
 from lockstep.training.task import UserObjects
 

@@ -80,7 +80,7 @@ def _heartbeat(said: bytes) -> dict[str, Any] | None:
         found = json.loads(said[:4096])
         plain = {"count": int(found["count"]), "step": int(found["step"])}
         texts = {name: printable(str(found[name]))[:500] for name in ("phase", "line")}
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
     return {**plain, **texts}
 

@@ -15,6 +15,11 @@ from typing import Any
 POLL_SECONDS = 0.01
 MAX_BYTES = 1 << 24  # of a message
 LENGTH = struct.Struct("<I")
+NO_MESSAGE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)  # raised by what is not one
+
+
+class SupervisorGone(RuntimeError):
+    """The process that keeps the store has ended: its workers do, too, and there is nobody to tell why."""
 
 
 class PrivateStore:
@@ -33,7 +38,7 @@ class PrivateStore:
 
     def set(self, key: str, value: str) -> None:
         with self._lock:
-            self._values[key] = value
+            self._values[key] = str(value)
 
     def get(self, key: str) -> bytes:
         with self._lock:
@@ -75,7 +80,7 @@ class PrivateStore:
                     "add": self.add, "set": self.set, "find": self._find, "check": self.check,
                 }  # fmt: skip
                 _send(end, answers[name](*arguments))
-        except (OSError, ValueError, KeyError, TypeError):  # it was killed in the middle of a message
+        except (OSError, *NO_MESSAGE):  # it was killed in the middle of a message
             return
 
     def _find(self, key: str) -> str | None:
@@ -112,10 +117,10 @@ class WorkerStore:
             try:
                 _send(self._end, request)
                 answer = _receive(self._end)
-            except OSError as problem:
-                raise RuntimeError("the supervisor is gone") from problem
-        if answer is None:
-            raise RuntimeError("the supervisor is gone")
+            except (OSError, *NO_MESSAGE) as problem:
+                raise SupervisorGone("the supervisor is gone") from problem
+        if not answer:
+            raise SupervisorGone("the supervisor is gone")
         return answer[0]
 
 

@@ -22,10 +22,12 @@ from lockstep.core.child_process import die_with, fork
 from lockstep.core.device import Device
 from lockstep.core.errors import Interrupted, RunError
 from lockstep.core.interrupts import SIGNALS, Interrupts
-from lockstep.runtime.launch.private_store import PrivateStore
+from lockstep.runtime.launch.private_store import PrivateStore, SupervisorGone
+from lockstep.runtime.launch.silence import SilenceWatch
 from lockstep.runtime.launch.worker_client import NO_MEMORY, POLL_SECONDS, Secrets, WorkerClient, run_worker
 from lockstep.runtime.store import private_file
 
+SILENT_SECONDS = 3.0  # after --timeout, for those who wait for a silent worker to name it first
 GRACE_SECONDS = 5.0  # for a death to be noticed, once a worker has reported that its peers failed
 
 
@@ -51,6 +53,7 @@ class Supervisor:
         self._slots, self._work, self._timeout = devices, work, timeout
         self._drops_hung, self._restarts_left = drops_hung, max_restarts
         self._store = PrivateStore()
+        self._silence = SilenceWatch(self._store, timeout + SILENT_SECONDS)
         self._secrets = Secrets(private_file(), os.urandom(32))
         self._workers: dict[int, tuple[int, int]] = {}  # worker -> (process, slot)
         self._num_started = 0
@@ -66,18 +69,18 @@ class Supervisor:
 
     def supervise(self, quiet: bool = False) -> None:
         """Starts the workers and sees the run through."""
-        with Interrupts(notify=not quiet) as interrupts:
+        with Interrupts(notify=not quiet, raises=False) as interrupts:
             try:
                 for slot in range(len(self._slots)):
                     self._start(slot)
                 self._next_generation([])
                 while not self._watch():
                     self._drop_read_notes()
+                    if interrupts.count > 1:
+                        raise Interrupted("interrupted a second time: the workers were ended at once.")
                     if interrupts.requested:
                         self._store.set("stop", "")
                     time.sleep(POLL_SECONDS)
-            except KeyboardInterrupt:
-                raise Interrupted("interrupted a second time: the workers were ended at once.") from None
             finally:
                 self._end_all()
                 if sys.stderr.isatty():
@@ -97,9 +100,10 @@ class Supervisor:
         if gone:
             notes = [self._on_worker_exit(*one) for one in gone]
             if not self._workers:
-                raise WorkerFailed(f"{'; '.join(notes)}. No worker is left.")
+                raise WorkerFailed(f"{'; '.join([*self._notes, *notes])}. No worker is left.")
             self._next_generation(notes)
         self._read_failures()
+        self._look_for_silence()
         return False
 
     def _on_worker_exit(self, worker: int, rank: int, slot: int, code: int) -> str:
@@ -138,7 +142,7 @@ class Supervisor:
             self._failed_at = self._failed_at or time.monotonic()
             self._accounts.append(said["account"])
             if said["stragglers"] and not self._stragglers:
-                self._hang(said["stragglers"], said["said"])
+                self._hang(said["stragglers"], f"the others waited {self._timeout:g} s (--timeout): {said['said']}")
         if self._failed_at is not None and time.monotonic() > self._failed_at + GRACE_SECONDS and not self._stragglers:
             if not self._restarts_left:
                 raise WorkerFailed(
@@ -149,12 +153,24 @@ class Supervisor:
             self._restarts_left -= 1
             self._next_generation([f"the connections between the ranks broke and are made anew: {self._accounts[0]}"])
 
-    def _hang(self, stragglers: list[int], said: str) -> None:
-        sentence = f"the others waited {self._timeout:g} s (--timeout): {said}"
+    def _look_for_silence(self) -> None:
+        """A worker that is stopped is noticed here where no other waits for it: it may be the only one."""
+        silent = self._silence.find_silent({worker: process for worker, (process, _) in self._workers.items()})
+        if silent and not self._stragglers:
+            ranks = [self._by_rank.index(worker) for worker in silent]
+            said = [
+                f"rank {rank} ({self._slots[self._workers[worker][1]]}) "
+                f"{self._silence.describe(worker, self._workers[worker][0])}"
+                for rank, worker in zip(ranks, silent, strict=True)
+            ]
+            self._hang(ranks, f"no sign of life for {self._timeout:g} s (--timeout): {'; '.join(said)}")
+
+    def _hang(self, stragglers: list[int], sentence: str) -> None:
         if not self._drops_hung:
-            raise WorkerFailed(
-                f"{sentence}. If it is only slow, use a larger --timeout; --on-hang drop continues without it."
-            )
+            advice = "If it is only slow, use a larger --timeout"
+            if len(stragglers) < len(self._workers):
+                advice += "; --on-hang drop continues without it"
+            raise WorkerFailed(f"{sentence}. {advice}.")
         self._stragglers = stragglers
         self._dropped.update(self._by_rank[rank] for rank in stragglers)
         self._notes.append(sentence)
@@ -204,6 +220,8 @@ class Supervisor:
                 signal.signal(number, signal.SIG_IGN)
             client = WorkerClient(worker, connection, self._secrets, self._timeout)
             status = run_worker(client, self._work)
+        except SupervisorGone:  # killed, say: it is noticed here, or by the system, whichever is first
+            pass
         except BaseException:  # nothing of the parent's must run in the child
             traceback.print_exc()
         finally:

@@ -5,21 +5,23 @@ import socket
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from lockstep.core.device import Device
-from lockstep.core.errors import LockstepError, OutOfMemory, PeerFailure
+from lockstep.core.errors import LockstepError, OutOfMemory, PeerFailure, RunError
 from lockstep.core.source_lines import user_traceback
 from lockstep.runtime.engine import Position
 from lockstep.runtime.launch.heartbeat import Heartbeat, find_stragglers
 from lockstep.runtime.launch.private_store import WorkerStore
 from lockstep.runtime.process_group import ProcessGroup
-from lockstep.runtime.rank_thread import RankThread
+from lockstep.runtime.rank_thread import run_watched
 from lockstep.runtime.store import LOOPBACK, file_store, prefix_store
 
 POLL_SECONDS = 0.05
 STORE_SECONDS = 30.0
+MAX_ATTEMPTS, PROOF_SECONDS = 10, 5.0  # to connect; for all to prove that they belong to the run
 ARRIVAL_SECONDS = 2.0  # for those who arrive after their own deadline, to say so
 NO_MEMORY = 12  # exit status of a worker whose memory ran out: it is not restarted
 
@@ -61,33 +63,52 @@ class WorkerClient:
 
     def connect(self, generation: Generation) -> ProcessGroup:
         """Connections to the others of the generation."""
+        self._meet(generation, "arrived", "", time.monotonic())
+        for attempt in range(MAX_ATTEMPTS):
+            began, failed = time.monotonic(), ""
+            with ExitStack() as undo:
+                try:
+                    group = self._connect(generation, attempt)
+                    undo.callback(group.close)
+                except PeerFailure as failure:
+                    failed = str(failure)
+                said = self._meet(generation, f"connected-{attempt}", failed, began)  # all, or all once more
+                if not any(said):
+                    undo.pop_all()
+                    return group
+        why = next(filter(None, said)).rstrip(".")
+        raise RunError(
+            f"{MAX_ATTEMPTS} times, not all ranks were connected to each other: {why}. End the other program on this "
+            f"machine that connects to them; or use --engine inprocess, which needs no connections"
+        )
+
+    def _connect(self, generation: Generation, attempt: int) -> ProcessGroup:
+        """Connections to the others; they fail where a stranger was faster than one of them."""
         number, rank = generation.number, generation.workers.index(self.worker)
 
         def connect() -> ProcessGroup:
-            store = prefix_store(f"group/{number}", file_store(self._secrets.rendezvous, self._timeout))
-            secret = self._secrets.key + number.to_bytes(8, "little")  # of this generation
-            return ProcessGroup(store, rank, generation.devices, LOOPBACK, self._timeout, secret)
+            store = prefix_store(f"group/{number}/{attempt}", file_store(self._secrets.rendezvous, self._timeout))
+            secret = self._secrets.key + number.to_bytes(8, "little") + attempt.to_bytes(8, "little")
+            return ProcessGroup(
+                store, rank, generation.devices, LOOPBACK, self._timeout, secret, proof_seconds=PROOF_SECONDS
+            )
 
-        self._store.set(f"arrived/{number}/{self.worker}", "")
+        # the thread waits for those who die on the way; we need not
+        return run_watched(f"lockstep-connect-{number}", connect, lambda: self._check_that_all_live(number))
+
+    def _meet(self, generation: Generation, place: str, said: str, began: float) -> list[str]:
+        """Waits for all workers of the generation, who are on their way since `began`; what each has said, by rank."""
+        keys = [f"{place}/{generation.number}/{worker}" for worker in generation.workers]
+        self._store.set(f"{place}/{generation.number}/{self.worker}", said)
         # who waits for one that hangs notices a death only when its own deadline is over
-        deadline = time.monotonic() + self._timeout + ARRIVAL_SECONDS
-        while missing := self._missing(generation):
-            self._check_that_all_live(number)
+        deadline = began + self._timeout + ARRIVAL_SECONDS
+        while missing := [rank for rank, key in enumerate(keys) if not self._store.check([key])]:
+            self._check_that_all_live(generation.number)
             if time.monotonic() > deadline:
                 failure = PeerFailure("Not all workers have arrived.")
                 failure.stragglers = tuple(missing)
                 raise failure
-        thread = RankThread(f"lockstep-connect-{number}")  # it waits for those who die on the way; we need not
-        future = thread.submit(connect)
-        thread.end(waits=False)
-        while not future.done():
-            self._check_that_all_live(number)
-        return cast(ProcessGroup, future.result())
-
-    def _missing(self, generation: Generation) -> list[int]:
-        """The ranks that are not there yet."""
-        keys = [f"arrived/{generation.number}/{worker}" for worker in generation.workers]
-        return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        return [self._store.get(key).decode() for key in keys]
 
     def is_to_stop(self) -> bool:
         """Whether the user has asked for it."""

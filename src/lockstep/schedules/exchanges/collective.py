@@ -50,9 +50,14 @@ class Collective(NamedTuple):
     totals: tuple[Node, ...]  # for each chunk, the node that is the total (the ring's do not start at leaf 0)
 
     def instructions(
-        self, rank: int, buckets: Sequence[range], prepare: Callable[[range], list[Instruction]]
+        self,
+        rank: int,
+        buckets: Sequence[range],
+        prepare: Callable[[range], list[Instruction]],
+        ranks: Sequence[int],
+        first_bucket: int = 0,
     ) -> list[Instruction]:
-        """What one rank does to all-reduce every bucket. `prepare` makes a bucket's own nodes, before its first round.
+        """What number `rank` of `ranks` does to all-reduce every bucket. `prepare` makes a bucket's own nodes first.
 
         While a bucket is communicated, the next ones are started: see `pipelined`.
         """
@@ -63,9 +68,9 @@ class Collective(NamedTuple):
             if number == 0:
                 found += prepare(buckets[bucket])
             else:
-                found += _end(own[number - 1], bucket, number - 1, chunks[bucket])
+                found += _end(own[number - 1], first_bucket + bucket, number - 1, chunks[bucket])
             if number < len(own):
-                found += _start(own[number], rank, bucket, number, chunks[bucket])
+                found += _start(own[number], rank, ranks, (first_bucket + bucket, number), chunks[bucket])
         return found
 
     def total_of(self, buckets: Sequence[range]) -> tuple[Partial, ...]:
@@ -87,11 +92,13 @@ def _own_part(round_: Round, rank: int) -> Round:
     )
 
 
-def _start(own: Round, rank: int, bucket: int, number: int, chunks: list[range]) -> list[Instruction]:
+def _start(
+    own: Round, rank: int, ranks: Sequence[int], group: tuple[int, int], chunks: list[range]
+) -> list[Instruction]:
     transfers = [t for t in own.transfers if chunks[t.chunk]]
-    sends = tuple(Send(Partial(t.node, chunks[t.chunk]), t.target) for t in transfers if t.source == rank)
-    receives = tuple(Receive(Partial(t.node, chunks[t.chunk]), t.source) for t in transfers if t.target == rank)
-    return [Communicate(bucket, number, sends, receives)] if transfers else []
+    sends = tuple(Send(Partial(t.node, chunks[t.chunk]), ranks[t.target]) for t in transfers if t.source == rank)
+    receives = tuple(Receive(Partial(t.node, chunks[t.chunk]), ranks[t.source]) for t in transfers if t.target == rank)
+    return [Communicate(*group, sends, receives)] if transfers else []
 
 
 def _end(own: Round, bucket: int, number: int, chunks: list[range]) -> list[Instruction]:

@@ -20,5 +20,6 @@ def sharded(ranges: Sequence[range]) -> Collective:
         tuple(Transfer(s, t, t, node) for t in ranks for s in ranks if s != t for node in nodes[s]),
         tuple(Addition(t, t, *children(node)) for t in ranks for node in missing_sums(known, num_shards)),
     )
-    all_gather = Round(tuple(Transfer(s, t, s, total) for t in ranks for s in ranks if s != t))
+    missing = [rank for rank in ranks if total not in nodes[rank]]  # a rank may have all shards
+    all_gather = Round(tuple(Transfer(s, t, s, total) for t in missing for s in ranks if s != t))
     return Collective(len(ranks), (reduce_scatter, all_gather), (total,) * len(ranks))

@@ -1,0 +1,64 @@
+"""During a run on a GPU, sums over rows are computed by our kernels: the gradients of biases, which are many.
+
+PyTorch's own take three times as long for the few rows of a shard.
+"""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from lockstep.backends.torch_attention import can_replace
+
+TYPES = torch.bfloat16, torch.float16, torch.float32
+MIN_ROWS, MIN_COLUMNS = 256, 16  # fewer are not worth two launches
+
+
+@contextmanager
+def fast_column_sums() -> Iterator[None]:
+    """While it is entered, `aten::sum` over all dimensions but the one that is last in memory is ours."""
+    if not can_replace():
+        yield
+        return
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a kernel is replaced
+        library.impl("sum.dim_IntList", _sum, "CUDA")
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def _sum(
+    tensor: Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """As PyTorch declares it."""
+    kept = _kept_dimension(tensor, dim) if dtype in (None, tensor.dtype) else None
+    if kept is None:
+        is_whole = not tensor.is_floating_point() and not tensor.is_complex()
+        out = tensor.new_empty(0, dtype=dtype or (torch.int64 if is_whole else tensor.dtype))
+        found: Tensor = torch.ops.aten.sum.IntList_out(tensor, dim, keepdim, dtype=dtype, out=out)
+        return found
+    from lockstep.backends.torch_column_sum_kernels import column_sums
+
+    total = column_sums(tensor, tensor.shape[kept])
+    return total.view([size if at == kept else 1 for at, size in enumerate(tensor.shape)]) if keepdim else total
+
+
+def _kept_dimension(tensor: Tensor, dim: Sequence[int] | None) -> int | None:
+    """The dimension that is left, where our kernels fit: by type, shape and order in memory alone."""
+    if dim is None or tensor.dtype not in TYPES or tensor.ndim < 2:
+        return None
+    left = set(range(tensor.ndim)) - {each % tensor.ndim for each in dim}
+    if left == {tensor.ndim - 1} and tensor.is_contiguous():
+        kept = tensor.ndim - 1
+    elif left == {1} and tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
+        kept = 1
+    else:
+        return None
+    num_columns = tensor.shape[kept]
+    is_large = num_columns >= MIN_COLUMNS and tensor.numel() >= MIN_ROWS * num_columns
+    return kept if is_large else None

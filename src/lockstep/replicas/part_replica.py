@@ -1,0 +1,177 @@
+"""A replica of a part of a PyTorch module: a stage of the network, a share of its layers, or both.
+
+Several shards may have gone forward and not come back; what their backward passes need is kept by shard.
+"""
+
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lockstep.backends.torch import plain_errors
+from lockstep.core.errors import RunError
+from lockstep.core.random import shard_seed
+from lockstep.core.tracing import SpanName, span
+from lockstep.models.losses import LossSum
+from lockstep.replicas import module_state
+from lockstep.replicas.buffers import BufferUpdates
+from lockstep.replicas.crossing import Form, flattened, put_together, sharing_memory
+from lockstep.replicas.module import ModuleReplica
+from lockstep.replicas.replica import AllGatherTensors, Cut, Leaf, Measured, Shard
+from lockstep.replicas.sliced_layers import SliceContext
+
+
+class Arrived:
+    """A tensor that an earlier stage has handed over, and the gradients that go back for it, one for each pass."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.gradient, self.gradients = None, list[Tensor | None]()
+        # a copy: the stage may write to it in place. The gradient is taken as it flows, in the strides that it has
+        self.value = value.detach().requires_grad_(value.requires_grad).clone()
+        self._version = self.value._version
+        if value.requires_grad:
+            self.value.register_hook(self._take)
+
+    def _take(self, gradient: Tensor) -> None:
+        self.gradient = gradient
+
+    def check_unchanged(self) -> None:
+        """Refuses a stage that has written to it."""
+        if self.value._version != self._version:
+            raise RunError(
+                "The model writes to a tensor in place that shares its memory with another one, and a cut between "
+                "stages lies between: the other would not change with it. Cut elsewhere (--stages), or do not write in "
+                "place."
+            )
+
+    def end_pass(self) -> None:
+        """A backward pass is over."""
+        self.gradients.append(self.gradient)
+        self.gradient = None
+
+
+class Flight(NamedTuple):
+    """A shard that has gone forward."""
+
+    arrived: list[Arrived]
+    outputs: list[Tensor]  # what was handed to the next stage
+    loss: LossSum | None  # after the last stage
+    updates: BufferUpdates
+    slices: SliceContext | None
+
+
+class PartModuleReplica(ModuleReplica):
+    """One rank's part of a module, with an optimizer of its own for it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._flights: dict[int, Flight] = {}  # by the number of the shard
+        self._is_last = self._part.stages[-1] == self._part.num_stages - 1
+
+    def begin_step(self, step: int) -> None:
+        self._flights.clear()
+        super().begin_step(step)
+
+    def why_not_capturable(self) -> str:
+        """Why its shards cannot be captured as a CUDA graph."""
+        return "layers are computed in slices (--slices)"
+
+    def _slices(self, all_gather: AllGatherTensors) -> SliceContext | None:
+        """What the sliced layers of a forward pass need."""
+        if not self._spec.num_slices:
+            return None
+        return SliceContext(all_gather if self._part.num_layer_ranks > 1 else _alone)
+
+    def forward_backward(self, shards: list[Shard], all_gather: AllGatherTensors) -> list[Leaf]:
+        leaves = []
+        for shard in shards:
+            self.forward(shard, 0, None, all_gather)
+            leaves.append(self.backward(shard.number, 0, None)[0])
+        return leaves
+
+    def forward(self, shard: Shard, stage: int, cut: Cut | None, all_gather: AllGatherTensors) -> Cut | None:
+        slices = self._slices(all_gather)
+        arrived = [Arrived(value) for value in cut.values] if cut is not None else []
+        if cut is not None:
+            X = put_together([one.value for one in arrived], cut.form, self._device)
+            shard = shard._replace(X=X, random=cut.random, is_cut=True)
+        loss, outputs, form = None, list[Tensor](), None
+        with plain_errors(self._device.type), span(SpanName.FORWARD):
+            self._buffers.start_shard()
+            # norm layers keep their statistics for backward, and the next shard writes to them
+            with self._buffers.stats.saved_as_copies(), slices.forward() if slices else nullcontext():
+                if self._is_last:
+                    loss = self._losses.of(self._own, shard)
+                else:
+                    outputs, form = flattened(self._losses.output(self._own, shard))
+        for number in cut.sharing if cut is not None else ():
+            arrived[number].check_unchanged()
+        self._flights[shard.number] = Flight(arrived, outputs, loss, self._buffers.updates(), slices)
+        return None if self._is_last else self._cut(outputs, form, shard)
+
+    def _cut(self, tensors: list[Tensor], form: Form, shard: Shard) -> Cut:
+        """What the next stage gets."""
+        sent = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]  # not how it was computed
+        return Cut(sent, self._random_state(shard), form, tuple(sharing_memory(tensors)))
+
+    def _random_state(self, shard: Shard) -> Any:
+        """How far the shard's random numbers have got; as they came, where this stage draws none."""
+        return self._random.state() if self._random.has_drawn else shard.random
+
+    def backward(self, number: int, stage: int, gradients: list[Any] | None) -> tuple[Leaf, list[Any]]:
+        flight = self._flights.pop(number)
+        with plain_errors(self._device.type), span(SpanName.BACKWARD):
+            if flight.loss is not None:
+                passes = [[(flight.loss.total, torch.ones_like(flight.loss.total))]]
+            else:
+                passes = _passes(flight.outputs, gradients or [])
+
+            def after_pass() -> None:
+                for arrived in flight.arrived:
+                    arrived.end_pass()
+
+            found, vector = self._gradients.of_part(passes, flight.slices, after_pass)
+        loss = flight.loss or LossSum(torch.zeros(()), None)
+        leaf = self._leaf(loss, found, vector, self._own, flight.updates)
+        if flight.loss is None:
+            leaf = leaf._replace(loss=None)
+        return leaf, [
+            gradient for of_pass in zip(*(a.gradients for a in flight.arrived), strict=True) for gradient in of_pass
+        ]
+
+    def measure(self, X: Any, y: Any) -> Measured:
+        found = self.measure_stage(Shard(0, 0, X, y), 0, None, _alone)
+        assert isinstance(found, Measured), "it is the whole model"
+        return found
+
+    def measure_stage(self, shard: Shard, stage: int, cut: Cut | None, all_gather: AllGatherTensors) -> Cut | Measured:
+        self.module.eval()
+        slices = self._slices(all_gather)
+        random = self._random.start(shard_seed(self._spec.seed, 0, 0), None if cut is None else cut.random)
+        X = self._losses.in_memory_format(shard.X)
+        if cut is not None:
+            X = put_together(cut.values, cut.form, self._device)
+        with (
+            torch.no_grad(),
+            plain_errors(self._device.type),
+            random,
+            self._losses.autocast(),
+            slices.forward() if slices else nullcontext(),
+        ):
+            if self._part.num_stages == 1:
+                self._losses.prepare(self.module, shard.X)
+            output = module_state.call(self.module, X)
+            found = self._losses.measured(output, shard.X, shard.y) if self._is_last else None
+        self._buffers.restore()  # evaluation does not change them
+        return self._cut(*flattened(output), shard) if found is None else found
+
+
+def _alone(layer: str, tensors: list[Tensor]) -> list[Tensor]:
+    return tensors
+
+
+def _passes(outputs: list[Tensor], gradients: list[Any]) -> list[list[tuple[Tensor, Tensor]]]:
+    """What each backward pass starts from: the outputs, as far as the later stages' passes have reached them."""
+    each = [gradients[at : at + len(outputs)] for at in range(0, len(gradients), len(outputs) or 1)]
+    return [[(out, found) for out, found in zip(outputs, one, strict=True) if found is not None] for one in each]

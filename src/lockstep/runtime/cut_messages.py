@@ -1,0 +1,95 @@
+"""What goes from stage to stage, as a message: plain values, and tensors with the strides that they had.
+
+Kernels may give other bits for other strides, so a tensor arrives with those of the tensor that left: channels-last
+images as such, an expanded tensor as expanded.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.core.errors import PeerFailure
+from lockstep.core.serialization import CorruptData, unpack
+from lockstep.replicas.replica import Cut
+
+
+def cut_to_plain(cut: Cut) -> tuple[dict[str, Any], list[Tensor]]:
+    """What describes a cut, and its tensors, each without gaps in memory."""
+    values, metas, tensors = list[Any](), list[dict[str, Any]](), list[Tensor]()
+    for value in cut.values:
+        if isinstance(value, Tensor):
+            metas.append(_meta(value))
+            tensors.append(_dense(value.detach()))
+            values.append({"$tensor": len(metas) - 1})
+        else:
+            values.append({"$plain": value})
+    plain = {"values": values, "tensors": metas, "random": cut.random, "form": cut.form, "sharing": cut.sharing}
+    return plain, tensors
+
+
+def cut_from_plain(plain: dict[str, Any], tensors: list[Tensor]) -> Cut:
+    """The cut again, from the tensors that have arrived."""
+    values = []
+    for value in plain["values"]:
+        if "$tensor" in value:
+            number = value["$tensor"]
+            values.append(_with_strides(plain["tensors"][number], tensors[number]))
+        else:
+            values.append(value["$plain"])
+    return Cut(values, plain["random"], plain["form"], plain["sharing"])
+
+
+def empty_for(meta: dict[str, Any], device: torch.device) -> Tensor:
+    """Memory for a tensor that will arrive."""
+    num_entries = 1
+    for size, stride in zip(meta["shape"], meta["strides"], strict=True):
+        num_entries *= size if stride else 1
+    return torch.empty(num_entries, dtype=getattr(torch, meta["dtype"]), device=device)
+
+
+def tensor_to_plain(tensor: Tensor) -> dict[str, Any]:
+    """A tensor of any dtype as plain values and bytes."""
+    octets = _dense(tensor.detach()).cpu().view(torch.uint8).numpy()
+    return {**_meta(tensor), "bytes": octets}
+
+
+def tensor_from_plain(plain: dict[str, Any], device: torch.device) -> Tensor:
+    """The tensor again, on `device`."""
+    dense = torch.from_numpy(plain["bytes"].copy()).view(getattr(torch, plain["dtype"]))
+    return _with_strides(plain, dense.to(device))
+
+
+def _meta(tensor: Tensor) -> dict[str, Any]:
+    kind = str(tensor.dtype).removeprefix("torch.")  # strides of dimensions of size 1 count: they say channels-last
+    return {
+        "dtype": kind,
+        "shape": list(tensor.shape),
+        "strides": list(tensor.stride()),
+        "grad": tensor.requires_grad,
+    }
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """Its entries as a vector, those of expanded dimensions once."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor.contiguous().view(-1)
+
+
+def _with_strides(meta: dict[str, Any], dense: Tensor) -> Tensor:
+    shape, strides = meta["shape"], meta["strides"]
+    once = [size if stride else 1 for size, stride in zip(shape, strides, strict=True)]
+    found = torch.empty_strided(once, [stride or 1 for stride in strides], dtype=dense.dtype, device=dense.device)
+    found.copy_(dense.view(once))
+    return found.as_strided(shape, strides).requires_grad_(meta["grad"])
+
+
+def unpacked_messages(packed: Sequence[bytes]) -> list[Any]:
+    """What ranks have packed and sent; a failure of theirs where it was damaged on the way."""
+    try:
+        return [unpack(one, is_strict=False) for one in packed]
+    except CorruptData as problem:
+        raise PeerFailure(f"What a rank has sent is damaged: {problem}.") from problem

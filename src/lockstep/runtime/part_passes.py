@@ -1,0 +1,73 @@
+"""Forward and backward passes of a stage: what arrives for a shard, what is kept of it, and what leaves.
+
+Activations are kept here from the moment they arrive, or are computed, until they are used, or have left.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from lockstep.replicas.replica import AllGatherTensors, Cut, Leaf, Measured, PartReplica, Shard
+from lockstep.schedules.instructions import (
+    Activation,
+    ActivationGradient,
+    Backward,
+    Forward,
+    Measure,
+    Schedule,
+)
+
+Fetch = Callable[[int], Shard]  # a shard by its number, with its samples
+
+
+class PartPasses:
+    """The passes of one rank in one step."""
+
+    def __init__(self, schedule: Schedule, all_gather: AllGatherTensors) -> None:
+        self._last_stage, self._all_gather = len(schedule.stages) - 1, all_gather
+        self._values: dict[Activation | ActivationGradient, Cut] = {}
+        self.measured: list[Measured] = []  # of the samples that have gone through the last stage
+
+    def forward(self, instruction: Forward, replica: PartReplica, fetch: Fetch) -> None:
+        """Takes a shard through the stage."""
+        number, stage = instruction
+        shard = self._shard(number, stage, fetch)
+        found = replica.forward(shard, stage, self._arrived(number, stage), self._all_gather)
+        if found is not None:
+            self._values[Activation(number, stage)] = found
+
+    def backward(self, instruction: Backward, replica: PartReplica) -> Leaf:
+        """Takes it back."""
+        number, stage, _ = instruction
+        arrived = self._values.pop(ActivationGradient(number, stage), None)
+        self._values.pop(Activation(number, stage), None)
+        leaf, gradients = replica.backward(number, stage, None if arrived is None else arrived.values)
+        if stage > 0:
+            self._values[ActivationGradient(number, stage - 1)] = Cut(gradients)
+        return leaf
+
+    def measure(self, instruction: Measure, replica: PartReplica, fetch: Fetch) -> None:
+        """Takes samples through the stage to evaluate them."""
+        number, stage = instruction
+        shard = self._shard(number, stage, fetch)
+        found = replica.measure_stage(shard, stage, self._arrived(number, stage), self._all_gather)
+        if isinstance(found, Measured):
+            self.measured.append(found)
+        else:
+            self._values[Activation(number, stage)] = found
+
+    def leaving(self, value: Activation | ActivationGradient) -> Cut:
+        """What is to be sent; a gradient is not needed here any more, an activation until the shard comes back."""
+        return self._values.pop(value) if isinstance(value, ActivationGradient) else self._values[value]
+
+    def hold(self, value: Any, cut: Any) -> None:
+        """What has arrived."""
+        self._values[value] = cut
+
+    def _arrived(self, number: int, stage: int) -> Cut | None:
+        return self._values.pop(Activation(number, stage - 1)) if stage > 0 else None
+
+    def _shard(self, number: int, stage: int, fetch: Fetch) -> Shard:
+        """The first stage needs the samples, the last their targets."""
+        if stage in (0, self._last_stage):
+            return fetch(number)
+        return Shard(number, 0, None, None)

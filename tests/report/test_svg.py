@@ -1,0 +1,52 @@
+"""Charts: round ticks, nothing outside the axes, points that are not numbers left out."""
+
+import math
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.report.svg import HEIGHT, LEFT, MAX_POINTS, TOP, WIDTH, Bar, Chart, Series, joined, line_chart, ticks
+
+FINITE = st.floats(-1e9, 1e9, allow_nan=False)
+
+
+@given(FINITE, st.floats(1e-6, 1e9))
+def test_ticks_are_few_round_numbers_within_the_range(low, span):
+    if abs(low) > 1e6 * span:
+        return
+    found = ticks(low, low + span)
+    assert len(found) <= 12
+    assert all(low - 1e-6 * span <= tick <= low + span * (1 + 1e-6) for tick in found)
+
+
+@given(st.lists(st.tuples(st.floats(0, 8), FINITE | st.just(math.nan) | st.just(math.inf)), min_size=1, max_size=50))
+def test_no_curve_leaves_its_chart(points):
+    svg = line_chart(Chart("a", "b", [Series("s", points)], (0.0, 8.0)))
+    places = re.findall(r"[ML]([\d.-]+) ([\d.-]+)", "".join(re.findall(r'class="line[^"]*" d="([^"]+)"', svg)))
+    for x, y in places:
+        assert LEFT - 0.1 <= float(x) <= WIDTH
+        assert TOP - 0.1 <= float(y) <= HEIGHT
+    assert "nan" not in svg
+
+
+def test_a_chart_without_points_is_left_out_and_one_with_many_is_thinned():
+    assert line_chart(Chart("a", "", [Series("s", [(1.0, math.nan)])], (0.0, 1.0))) == ""
+    many = [(x / 1e4, float(x)) for x in range(10_001)]
+    svg = line_chart(Chart("a", "", [Series("s", many)], (0.0, 1.0)))
+    assert svg.count("L") <= MAX_POINTS + 1
+    assert f"{WIDTH - 16:.1f} " in svg, "the last point is always there"
+
+
+def test_names_are_escaped():
+    svg = line_chart(Chart("<b>", "", [Series('"<i>', [(0.0, 1.0)])], (0.0, 1.0), marks=[(0.5, "a < b")]))
+    assert "<b>" not in svg
+    assert "<i>" not in svg
+    assert "a &lt; b" in svg
+
+
+@pytest.mark.parametrize("gap", [0.0, 0.5])
+def test_neighbours_of_one_kind_are_one_bar(gap):
+    bars = [Bar("forward", 0.0, 1.0), Bar("forward", 1.0 + gap, 2.0), Bar("wait", 2.0, 3.0)]
+    assert len(joined(bars)) == (3 if gap else 2)
