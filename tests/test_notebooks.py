@@ -3,9 +3,10 @@
 import re
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
+
+nbformat = pytest.importorskip("nbformat")  # in the extra `dev`
+NotebookClient = pytest.importorskip("nbclient").NotebookClient
 
 NOTEBOOK = Path(__file__).parent.parent / "notebooks" / "training_on_multiple_gpus.ipynb"
 

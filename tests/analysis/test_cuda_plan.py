@@ -48,7 +48,8 @@ def test_shards_that_do_not_fit_are_left_out():
     _, total = torch.cuda.mem_get_info()
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (3 << 30)) / total)
     try:
-        plan = lockstep.plan(1, model=wide, batch_size=8192, shards="16,1", capture=False, **HOW)
+        how = {**HOW, "data": (torch.rand(8192, 784), torch.zeros(8192, dtype=torch.int64))}
+        plan = lockstep.plan(1, model=wide, batch_size=8192, shards="16,1", capture=False, **how)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
         torch.cuda.empty_cache()

@@ -218,3 +218,9 @@ def test_the_random_state_stays_when_none_are_drawn():
         torch.rand(1)
         torch.manual_seed(1)
         assert TORCH.random_state() == before
+
+
+def test_whether_a_forked_process_could_use_cuda_is_asked_of_one(monkeypatch):
+    assert TORCH.can_fork()
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    assert not TORCH.can_fork()

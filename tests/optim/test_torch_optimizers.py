@@ -142,3 +142,9 @@ def test_a_step_of_ones_own_is_not_called_nor_a_hook():
     optimizer = torch.optim.SGD(parameters(), lr=0.1)
     optimizer.register_step_post_hook(Counts.step)
     check_can_step(optimizer)
+
+
+def test_a_trial_does_not_initialize_cuda(monkeypatch):
+    """Worker processes for GPUs are forked after it."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: pytest.fail("CUDA was asked for"))
+    check_can_step(torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))]))

@@ -24,6 +24,11 @@ def test_a_vector_has_zeros_between_parameters_and_for_those_without_a_gradient(
     assert not vector[72:].any()
 
 
+def test_a_stage_may_have_no_parameters_or_no_gradient():
+    assert len(GradientPieces(Layout((), ()), [], CPU).flat()) == 0
+    assert not pieces(0, missing=[0, 1, 2]).flat().any()
+
+
 def test_a_sum_has_the_bits_of_the_sum_of_the_vectors():
     left, right = pieces(0, missing=[1]), pieces(1, missing=[2])
     assert left.can_add(2)

@@ -171,3 +171,23 @@ def test_fewer_shards_than_stages_says_what_it_costs(vectors, capsys):
     )
     shown = capsys.readouterr()
     assert "2 shards cannot keep 3 stages busy: they are idle for 50 % of the time." in shown.out + shown.err
+
+
+class Masked(nn.Module):
+    """Reads a buffer that belongs to no layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("mask", torch.ones(4), persistent=False)
+
+    def forward(self, X):
+        return self.last(self.first(X) * self.mask)
+
+
+def test_a_stage_that_has_moved_reads_its_buffers_where_they_are_now():
+    module = Masked()
+    stage = StageModule(module, cut_module(module, ["last"]), 0).to("meta")
+    assert stage.mask.is_meta
+    (moved,) = stage(torch.ones(2, 4, device="meta"))
+    assert moved.is_meta

@@ -1,8 +1,9 @@
 """The loop of the guide in a notebook: executed in a real kernel."""
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
+
+nbformat = pytest.importorskip("nbformat")  # in the extra `dev`
+NotebookClient = pytest.importorskip("nbclient").NotebookClient
 
 SETUP = """
 import torch, lockstep

@@ -28,7 +28,7 @@ from lockstep.backends.torch_gradient_vector import GradientVector, gaps_of, one
 from lockstep.backends.torch_kernel_choice import VARIABLES, kernel_choice, pin_kernels
 from lockstep.backends.torch_large_vectors import memory_for_result
 from lockstep.backends.torch_lenet_cpu import ConvReluPool2d
-from lockstep.backends.torch_session import deterministic_session, start_thread
+from lockstep.backends.torch_session import cuda_survives_fork, deterministic_session, start_thread
 from lockstep.core.device import Device, Hardware
 from lockstep.core.layout import Array, Layout
 from lockstep.core.tracing import SpanName, Timed, span
@@ -96,7 +96,7 @@ class TorchBackend(Backend):
         start_thread(torch_device(device), torch.cuda.Stream(device.number) if device.kind == "cuda" else None)
 
     def can_fork(self) -> bool:
-        return not torch.cuda.is_initialized()
+        return cuda_survives_fork()
 
     def pin_kernels(self) -> None:
         pin_kernels()

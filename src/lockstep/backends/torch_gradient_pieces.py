@@ -28,7 +28,8 @@ class GradientPieces(Pieces):
         empty = [view for view, piece in zip(views, self.pieces, strict=True) if piece is None]
         if empty:
             torch._foreach_zero_(empty)
-        torch._foreach_copy_([view for view, _ in filled], [piece for _, piece in filled])
+        if filled:
+            torch._foreach_copy_([view for view, _ in filled], [piece for _, piece in filled])
         return vector
 
     def can_add(self, num_addends: int) -> bool:

@@ -17,6 +17,7 @@ from lockstep.backends.torch_attention import deterministic_attention
 from lockstep.backends.torch_batch_norm import fast_batch_norm
 from lockstep.backends.torch_column_sum import fast_column_sums
 from lockstep.backends.torch_large_vectors import large_vectors_kept
+from lockstep.core.child_process import fork
 from lockstep.core.device import Device
 from lockstep.core.this_thread import THIS_THREAD
 
@@ -101,6 +102,19 @@ def start_thread(device: torch.device, stream: torch.cuda.Stream | None) -> None
     if stream is not None:
         torch.cuda.set_device(device)
         torch.cuda.set_stream(stream)
+
+
+def cuda_survives_fork() -> bool:
+    """Whether a forked process could use CUDA. A forked process answers: PyTorch tells nobody else.
+
+    To ask whether there is a GPU, `torch.cuda.is_available()`, is enough to rule it out.
+    """
+    if torch.cuda.is_initialized():
+        return False
+    process = fork()
+    if process == 0:
+        os._exit(bool(torch.cuda._is_in_bad_fork()))
+    return os.waitpid(process, 0)[1] == 0
 
 
 def use_tf32() -> None:

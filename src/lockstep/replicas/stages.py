@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -224,13 +224,22 @@ class StageModule(nn.Module):
         super().__init__()
         self.training = module.training
         _move(module, self, cut.names[stage])
-        graphs = {mode: copy.deepcopy(cut.graphs[stage, mode]) for mode in (True, False)}
-        # no children: they share the layers that are
-        self.__dict__["_graph_modules"] = {mode: fx.GraphModule(self, graph) for mode, graph in graphs.items()}
+        self._forwards = {mode: _function_of(cut.graphs[stage, mode]) for mode in (True, False)}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The last stage's output, or a tuple of what the next stage needs."""
-        return self._graph_modules[self.training](*args, **kwargs)
+        return self._forwards[self.training](self, *args, **kwargs)
+
+
+def _function_of(graph: fx.Graph) -> Callable[..., Any]:
+    """What a graph computes, as a function of the module that has its layers, parameters and buffers.
+
+    An `fx.GraphModule` would have references of its own to buffers: another device's, once the stage has moved.
+    """
+    code = graph.python_code("self")
+    names = dict(code.globals)
+    exec(compile(code.src, "<a stage>", "exec"), names)
+    return cast(Callable[..., Any], names["forward"])
 
 
 def _unused(module: nn.Module, held: Collection[str]) -> list[str]:

@@ -28,8 +28,9 @@ def check_can_fork(backend: Backend, devices: Sequence[Device]) -> None:
     """Refuses to start workers for GPUs from a process that has used one already: CUDA does not survive a fork."""
     if devices[0].kind == "cuda" and not backend.can_fork():
         raise BackendError(
-            "CUDA is already initialized in this process, so forked processes cannot use it. Use --engine "
-            "inprocess, or start the program with torchrun."
+            "CUDA was used in this process, or asked for (torch.cuda.is_available() is enough), so forked processes "
+            "cannot use it. Use --engine inprocess, or start the program with torchrun; where it only asks, set "
+            "PYTORCH_NVML_BASED_CUDA_CHECK=1."
         )
 
 
