@@ -13,14 +13,14 @@ import pytest
 from torch import nn
 
 import lockstep
-from lockstep.analysis import cost
+from lockstep.analysis import whole_steps
 from lockstep.analysis.candidates import configurations, device_numbers, grids
 from lockstep.analysis.check import summary_of
-from lockstep.analysis.cost import Measurement, Wanted
 from lockstep.analysis.curves import curve_of
 from lockstep.analysis.plan import PlanInput, PlanOptions, hardware_of, plan_of, shard_numbers
 from lockstep.analysis.plan_table import as_text
 from lockstep.analysis.step_costs import Hardware
+from lockstep.analysis.whole_steps import Corrections
 from lockstep.config import RunConfig
 from lockstep.core.device import Device
 from lockstep.core.errors import ConfigError, Interrupted, OutOfMemory
@@ -333,9 +333,37 @@ def test_shards_that_do_not_fit_on_a_gpu_have_no_whole_steps(monkeypatch, profil
             raise OutOfMemory(0, "cuda:0", 64, "Use more shards", "out of memory")
         yield SimpleNamespace(seconds_per_step=lambda num_steps: 0.01 * config.num_shards)
 
-    monkeypatch.setattr(cost, "opened_run", opened)
-    monkeypatch.setattr(Measurement, "_prepare", lambda self, config: None)
-    measurement = Measurement(RunConfig(batch_size=64), None, Wanted(1, (1, 2, 4, 8, 16)), print, time.monotonic)
-    assert measurement._whole_steps(profile).whole_steps.points == ((4, 0.04), (16, 0.16))
-    none = Measurement(RunConfig(batch_size=64), None, Wanted(1, (1, 2)), print, time.monotonic)
-    assert none._whole_steps(profile).whole_steps is None
+    monkeypatch.setattr(whole_steps, "opened_run", opened)
+    gpu, config = Device("cuda:0"), RunConfig(batch_size=64)
+    found = whole_steps.alone(config, gpu, (1, 2, 4, 8, 16), lambda config: None)
+    assert found.points == ((4, 0.04), (16, 0.16))
+    assert whole_steps.alone(config, gpu, (1, 2), lambda config: None) is None
+
+
+def test_whole_steps_of_several_devices_correct_the_clock(monkeypatch, profile):
+    asked = []
+
+    @contextmanager
+    def opened(config, prepared):
+        asked.append((config.split, config.num_shards, config.stages, config.num_slices))
+        yield SimpleNamespace(seconds_per_step=lambda: 1.0)
+
+    monkeypatch.setattr(whole_steps, "opened_run", opened)
+    profile = replace(profile, stages={("layer2",): profile.stage_costs(("layer2",))})
+    pair = [Device("cpu:0"), Device("cpu:1")]
+    left = iter([True] * 5 + [False])
+    measured = Corrections(RunConfig(batch_size=64), (1, 2, 4, 8), lambda config: None, lambda: next(left))
+    found = measured.of(profile, pair)
+    assert asked == [
+        ("data=2", 2, None, None),
+        ("data=2", 8, None, None),
+        ("network=2", 1, "layer2", None),
+        ("network=2", 8, "layer2", None),
+        ("layers=2", 1, None, 8),
+    ]  # and no time for the last
+    assert {key: [number for number, _ in curve.points] for key, curve in found.items()} == {
+        (2, "data"): [2, 8], (2, "network"): [1, 8], (2, "layers"): [1],
+    }  # fmt: skip
+    predicted = plan(replace(profile, corrections=found), Hardware(), max_devices=2, shards=(8,)).rows
+    found = [row.predicted_ms for row in predicted if row.configuration.num_devices == 2 and row.split != "layers"]
+    assert found == pytest.approx([1000.0, 1000.0])

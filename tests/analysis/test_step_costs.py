@@ -41,6 +41,18 @@ def test_a_step_of_a_gpu_takes_what_a_whole_one_took_and_not_its_instructions_on
     assert seconds(captured, *split, starts=("layer2",)) == seconds(costly, *split, starts=("layer2",))
 
 
+def test_steps_of_devices_at_hand_are_corrected_by_whole_ones(profile):
+    known = replace(profile, corrections={(2, "data"): curve_of([(2, 1.1), (8, 1.4)])})
+    for shards, times in ((2, 1.1), (5, 1.25), (8, 1.4), (16, 1.4)):  # beyond what was measured, the last one's
+        assert seconds(known, Grid(2), shards) == pytest.approx(times * seconds(profile, Grid(2), shards))
+    assert seconds(known, Grid(4)) == pytest.approx(1.4 * seconds(profile, Grid(4)))  # nothing nearer was measured
+    same = [(Grid(1), {}), (Grid(2), {"hardware": ALONE}), (Grid(network=2), {"starts": ("layer2",)})]
+    for grid, how in same:
+        assert seconds(known, grid, **how) == seconds(profile, grid, **how)
+    parts = predict(known, Configuration(Grid(2), 8), Hardware()).parts
+    assert sum(parts.values()) == pytest.approx(seconds(known, Grid(2)))
+
+
 def test_a_pipeline_is_idle_at_both_ends(profile):
     found = seconds(profile, Grid(network=2), hardware=ALONE, starts=("layer2",))
     assert found == pytest.approx(0.32 * (8 + 1) / 8)

@@ -8,14 +8,14 @@ smallest and the largest first, as far as the time allows:
     a device a layer       one shard through all of them: each layer by itself, what it hands on and keeps
     a device a stage       the same for the cut that is best for these layers
     layers in slices       on one device, and on two
+    whole steps            on one GPU; on several devices, of each way of splitting: what the clock does not know
 """
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from statistics import median
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from lockstep.analysis.curves import Curve, curve_of
@@ -23,12 +23,12 @@ from lockstep.analysis.loading import HostMemory, Loading, measure_loading, reme
 from lockstep.analysis.placement import best_starts
 from lockstep.analysis.probe import opened_probe
 from lockstep.analysis.profile import IN_MEMORY, LayerCost, Profile, Sliced, quickest
-from lockstep.analysis.real_run import opened_run
 from lockstep.analysis.timing import Sampler, alone_seconds, interruptible_clock, rest_of, typical
 from lockstep.analysis.unmeasurable import cannot_be_measured
+from lockstep.analysis.whole_steps import Corrections, alone
 from lockstep.backends import devices_for, load_backend
 from lockstep.config import DEFAULT_SLICES, RunConfig
-from lockstep.core.errors import ConfigError, Interrupted, LockstepError, OutOfMemory, first_line
+from lockstep.core.errors import ConfigError, Interrupted, LockstepError, first_line
 from lockstep.data.batch import LoadingSource, loader_errors
 from lockstep.schedules.instructions import ACTIVATIONS, Add, Backward, Forward, ForwardBackward, Update
 from lockstep.training.setup import Prepared, prepare
@@ -38,6 +38,7 @@ from lockstep.training.task import UserObjects, grid_of
 if TYPE_CHECKING:
     from lockstep.analysis.process_costs import ProcessCosts
 
+CORRECTION_SHARE = 0.4  # of the time, that whole steps are run for besides
 MAX_PROBED_STAGES = 3  # cuts that are measured as such; deeper ones are put together from layers
 Log = Callable[[str], None]
 
@@ -60,6 +61,7 @@ class Measurement:
     ) -> None:
         self._config, self._given, self._objects, self._wanted, self._log = single(config), config, objects, wanted, log
         self.at_hand = devices_for(load_backend(config.backend), config.devices)
+        self._clock = clock
         self._sizes = sorted({-(-config.batch_size // number) for number in wanted.num_shards})
         self._sampler = Sampler(self._sizes, config.batch_size, wanted.seconds, clock)
 
@@ -75,14 +77,15 @@ class Measurement:
         if began + self._wanted.seconds - time.monotonic() >= taken:
             self._log("measuring once more")
             found = quickest(found, self._once(lambda text: None))
-        return found if costs is None else costs.applied_to(found)
+        return self._corrected(found) if costs is None else costs.applied_to(found)
 
     def _once(self, log: Log) -> Profile:
         log("measuring one device")
         found = self._one_device()
         if self.at_hand[0].kind == "cuda":
             log("measuring whole steps")
-            found = self._whole_steps(found)
+            steps = alone(self._config, self.at_hand[0], self._wanted.num_shards, self._prepare)
+            found = replace(found, whole_steps=steps)
         for number in self._at_the_same_time():
             log(f"measuring {number} devices at the same time")
             found = self._together(found, number)
@@ -248,15 +251,15 @@ class Measurement:
             ),
         )
 
-    def _whole_steps(self, profile: Profile) -> Profile:
-        """Steps on one GPU as they are in a run: shards are on their way at the same time, or in a CUDA graph."""
-        numbers, points = sorted(self._wanted.num_shards), list[tuple[float, float]]()
-        for number in dict.fromkeys((numbers[0], numbers[-1], numbers[len(numbers) // 2])):
-            config = replace(self._config, devices=str(self.at_hand[0]), num_shards=number)
-            with cannot_be_measured(), suppress(OutOfMemory), opened_run(config, self._prepare(config)) as run:
-                run.seconds_per_step(5)  # loads things, and captures
-                points.append((number, median(run.seconds_per_step(10) for _ in range(3))))
-        return replace(profile, whole_steps=curve_of(points) if points else None)
+    def _corrected(self, profile: Profile) -> Profile:
+        """Whole steps of several devices, against the clock."""
+        shards = [n for n in self._wanted.num_shards if -(-profile.batch_size // n) not in profile.left_out]
+        until, found = self._clock() + CORRECTION_SHARE * self._wanted.seconds, dict[tuple[int, str], Curve]()
+        measured = Corrections(self._config, shards, self._prepare, lambda: self._clock() < until)
+        for number in self._at_the_same_time():
+            self._log(f"measuring whole steps of {number} devices")
+            found |= measured.of(profile, self.at_hand[:number])
+        return replace(profile, corrections=found)
 
     # --- how ---
 

@@ -34,6 +34,14 @@ class Curve(NamedTuple):
             return max(found, self.points[0][1] * size / sizes[0])
         return max(found, 0.0)
 
+    def nearest(self, size: float) -> float:
+        """The size itself; beyond those that were measured, the last of them."""
+        return min(max(size, self.points[0][0]), self.points[-1][0])
+
+    def within(self, size: float) -> float:
+        """The cost for a size; beyond those that were measured, that of the last of them."""
+        return self.at(self.nearest(size))
+
     @property
     def fixed(self) -> float:
         """The part of the cost that does not grow with the size."""

@@ -51,6 +51,8 @@ class Profile:
     stages: dict[tuple[str, ...], tuple[LayerCost, ...]] = field(default_factory=dict)  # measured cuts, by their starts
     sliced: Sliced | None = None
     whole_steps: Curve | None = None  # on one GPU, as they are in a run, by number of shards
+    # of several devices at hand, by their number and the way of splitting: times the clock's, by number of shards
+    corrections: dict[tuple[int, str], Curve] = field(default_factory=dict)
     loading: Loading = IN_MEMORY
     cut_link: Link | None = None  # for activations, where that differs
     engine: str = "inprocess"  # of several devices
@@ -85,10 +87,14 @@ class Profile:
         one_by_one = sum(map(self.whole.at, sizes)) + others
         return self.whole_steps.at(len(sizes)) / one_by_one if one_by_one > 0 else 1.0
 
+    def correction(self, num_devices: int, kind: str, num_shards: int) -> float:
+        """How many times as long as on the clock a step of so many devices at hand takes."""
+        measured = [number for number, known in self.corrections if known == kind and number <= num_devices]
+        return self.corrections[max(measured), kind].within(num_shards) if measured else 1.0
+
     def _ratio(self, together: Curve, num_samples: float) -> float:
         """How many times as long passes take together, between the sizes that were measured."""
-        sizes = [size for size, _ in together.points]
-        size = min(max(num_samples, sizes[0]), sizes[-1])
+        size = together.nearest(num_samples)
         return max(1.0, together.at(size) / self.whole.at(size))
 
     def stage_costs(self, starts: tuple[str, ...]) -> tuple[LayerCost, ...]:

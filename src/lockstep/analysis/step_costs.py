@@ -254,12 +254,12 @@ def predict(profile: Profile, configuration: Configuration, hardware: Hardware) 
     busy = totals.get(FORWARD, 0.0) + totals.get(BACKWARD, 0.0)
     launch = min(busy, step.share * profile.whole.fixed * shards / configuration.grid.num_parts / hardware.speed(0))
     compute = busy - launch + totals.get(ADD, 0.0) + totals.get(UPDATE, 0.0)
-    loading = step.waits_for_samples(seconds + host, busy)
-    parts = {
-        COMPUTE: compute,
-        EXCHANGE: totals.get(EXCHANGE, 0.0),
-        BUBBLE: totals.get(BUBBLE, 0.0),
-        LOADING: loading,
-        LAUNCH: launch + host,
-    }
-    return Predicted(seconds + host + loading, parts, is_loading_ahead=profile.loading.num_workers > 0)
+    found = {COMPUTE: compute, EXCHANGE: totals.get(EXCHANGE, 0.0), BUBBLE: totals.get(BUBBLE, 0.0)}
+    found[LAUNCH] = launch + host
+    times, grid = 1.0, configuration.grid
+    if hardware.is_shared:
+        times = profile.correction(grid.num_ranks, grid.kind, configuration.num_shards)
+    total = times * (seconds + host)
+    loading = step.waits_for_samples(total, times * busy)
+    parts = {name: times * part for name, part in found.items()} | {LOADING: loading}
+    return Predicted(total + loading, parts, is_loading_ahead=profile.loading.num_workers > 0)

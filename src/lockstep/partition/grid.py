@@ -56,6 +56,11 @@ class Grid(NamedTuple):
         return tuple(range(rank % self.num_parts, self.num_ranks, self.num_parts))
 
     @property
+    def kind(self) -> str:
+        """The way of splitting that decides most about the time of a step."""
+        return "layers" if self.layers > 1 else "network" if self.network > 1 else "data"
+
+    @property
     def splits_model(self) -> bool:
         """Whether no rank holds the whole model."""
         return self.num_parts > 1
