@@ -39,7 +39,7 @@ def check(model: str, given: argparse.Namespace) -> dict[str, object]:
     if model == "transformer":
         data = load_dataset(config.data, None, lambda *progress: None)
         objects = UserObjects(data=(tokens_of(data.X_train), tokens_of(data.X_test)))
-    asked = PlanOptions(shards=given.shards, splits=tuple(given.splits.split(",")))
+    asked = PlanOptions(shards=given.shards, splits=tuple(given.splits.split(",")), seconds=given.measure_seconds)
     began = time.perf_counter()
     plan, loaded = make_plan(config, objects, asked, log)
     seconds = time.perf_counter() - began
@@ -57,6 +57,7 @@ def main() -> None:
     parser.add_argument("--splits", default="data,network")
     parser.add_argument("--devices", help="like 2, or cuda:0; default: all")
     parser.add_argument("--batch-size", type=int)
+    parser.add_argument("--measure-seconds", type=float, default=40.0, help="to measure each model for, about")
     parser.add_argument("--seconds", type=float, default=100.0, help="to check each model for, about")
     parser.add_argument("--no-capture", action="store_true")
     given = parser.parse_args()
