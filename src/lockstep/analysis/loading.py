@@ -105,7 +105,8 @@ def measure_loading(
     began = time.perf_counter()
     _take(shards, (ahead - 1) * num_workers)
     handing_over = (time.perf_counter() - began) / ((ahead - 1) * num_workers)
-    return Loading(passed / (rounds - 1) / size, busy, handing_over, num_workers, ahead, cpu().num_cores)
+    each = max(wall, passed / (rounds - 1) / size)  # some may have been there: no worker is faster than this process
+    return Loading(each, busy, handing_over, num_workers, ahead, cpu().num_cores)
 
 
 def _without_workers(source: LoadingSource, order: Array, max_shard: int) -> tuple[float, float, int]:

@@ -21,6 +21,7 @@ from lockstep.training.replica_set import ReplicaSet
 from lockstep.training.setup import Prepared, inprocess_engine, make_steps
 
 LONG = 500  # steps of an epoch
+NUM_IN_FLIGHT = 10  # steps that a GPU is timed for: the host launches some ahead, and does not wait for each
 
 
 class RealRun:
@@ -34,7 +35,8 @@ class RealRun:
         replicas = ReplicaSet(engine, local, placement, task.initial)
         self._steps = make_steps(config, replicas, balance_for(config.balance))
         self._number, self._batches = 0, self._endless(config, prepared, source)
-        self._num_settling, self._num_counted = 1, 1
+        is_gpu = engine.devices[0].kind == "cuda"
+        self._num_settling, self._num_counted = 1, NUM_IN_FLIGHT if is_gpu else 1
         if not source.in_memory:  # what was loaded ahead meanwhile is used up, and each worker's shards are counted
             loader = cast(LoadingSource, source)
             self._num_settling += -(-loader.num_workers * loader.num_ahead // config.num_shards)

@@ -2,7 +2,6 @@
 
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from lockstep.analysis.check import summary_of
 from lockstep.analysis.plan import Plan
 from lockstep.backends.hardware import cpu
 from lockstep.core.errors import ConfigError, RunError
-from lockstep.report.runlog import to_json, write_whole
+from lockstep.report.runlog import package_version, to_json, write_whole
 
 
 def check_writable(path: Path) -> None:
@@ -34,7 +33,7 @@ def record_of(plan: Plan) -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%d"),
         "title": plan.title,
         "machine": f"{hardware.name}, {hardware.num_cores} cores",
-        "lockstep": version("lockstep"),
+        "lockstep": package_version(),
         **plan.plain(),
     }
     if any(row.measured_ms is not None for row in plan.rows):
