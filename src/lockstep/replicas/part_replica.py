@@ -26,15 +26,12 @@ class Arrived:
     """A tensor that an earlier stage has handed over, and the gradients that go back for it, one for each pass."""
 
     def __init__(self, value: Tensor) -> None:
-        self.gradient, self.gradients = None, list[Tensor | None]()
+        self.gradients, self._taken = list[Tensor | None](), list[Tensor]()
         # a copy: the stage may write to it in place. The gradient is taken as it flows, in the strides that it has
         self.value = value.detach().requires_grad_(value.requires_grad).clone()
         self._version = self.value._version
         if value.requires_grad:
-            self.value.register_hook(self._take)
-
-    def _take(self, gradient: Tensor) -> None:
-        self.gradient = gradient
+            self.value.register_hook(self._taken.append)  # a method of this object's own would keep both alive for ever
 
     def check_unchanged(self) -> None:
         """Refuses a stage that has written to it."""
@@ -47,8 +44,8 @@ class Arrived:
 
     def end_pass(self) -> None:
         """A backward pass is over."""
-        self.gradients.append(self.gradient)
-        self.gradient = None
+        self.gradients.append(self._taken.pop() if self._taken else None)
+        self._taken.clear()
 
 
 class Flight(NamedTuple):

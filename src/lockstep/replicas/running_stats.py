@@ -100,7 +100,8 @@ class RunningStats:
         memory = self._values.untyped_storage().data_ptr()
 
         def saved(tensor: Tensor) -> Tensor:
-            return tensor.clone() if tensor.untyped_storage().data_ptr() == memory else tensor
+            # detached: else a graph that is kept would hold its own outputs, and never be freed
+            return tensor.clone() if tensor.untyped_storage().data_ptr() == memory else tensor.detach()
 
         return torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor)
 

@@ -23,6 +23,7 @@ class SavedBytes:
         if isinstance(tensor, torch.Tensor) and not isinstance(tensor, torch.nn.Parameter):
             storage = tensor.untyped_storage()
             self._sizes[storage.data_ptr()] = storage.nbytes()
+            return tensor.detach()  # what keeps its own outputs is never freed
         return tensor
 
 

@@ -1,0 +1,73 @@
+"""During a run on a GPU, the backward pass of layer norm is computed by our kernel.
+
+PyTorch's own reads gradients and inputs twice, and for the gradients of weight and bias with few programs.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.backends.torch_attention import can_replace
+
+TYPES = torch.bfloat16, torch.float16, torch.float32
+MIN_ROWS, MAX_WIDTH = 256, 8192
+
+
+@contextmanager
+def fast_layer_norm() -> Iterator[None]:
+    """While it is entered, `torch.layer_norm`, which all layers call, has our backward pass where it fits."""
+    if not can_replace():
+        yield
+        return
+    original = torch.layer_norm
+
+    def layer_norm(*args: Any, **kwargs: Any) -> Tensor:
+        if kwargs or len(args) != 6 or torch.compiler.is_compiling() or not _fits(*args[:4]):
+            return original(*args, **kwargs)
+        rows, _, weight, bias, eps, _ = args
+        found: Tensor = _LayerNorm.apply(rows.float() if torch.is_autocast_enabled("cuda") else rows, weight, bias, eps)
+        return found
+
+    torch.layer_norm = layer_norm
+    try:
+        yield
+    finally:
+        torch.layer_norm = original
+
+
+def _fits(rows: Any, shape: Sequence[int], weight: Any, bias: Any) -> bool:
+    """By types, shapes and order in memory alone, which are the same for a shard on any device."""
+    return (
+        len(shape) == 1
+        and rows.is_cuda
+        and rows.dtype in TYPES
+        and rows.is_contiguous()
+        and rows.numel() >= MIN_ROWS * shape[0]
+        and shape[0] <= MAX_WIDTH
+        and all(isinstance(each, Tensor) and each.dtype == torch.float32 for each in (weight, bias))
+        and all(each.is_contiguous() for each in (weight, bias))
+    )
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        out, mean, inverse = torch.native_layer_norm(rows, weight.shape, weight, bias, eps)
+        ctx.save_for_backward(rows, weight, bias, mean, inverse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight, bias, mean, inverse = ctx.saved_tensors
+        gradient = gradient.to(rows.dtype).contiguous()
+        if torch.is_grad_enabled():  # its gradient is asked for, too: PyTorch knows it
+            how = weight.shape, mean, inverse, weight, bias, [True, True, True]
+            found = torch.ops.aten.native_layer_norm_backward(gradient, rows, *how)
+        else:
+            from lockstep.backends.torch_layer_norm_kernels import layer_norm_backward
+
+            found = layer_norm_backward(gradient, rows, weight, mean, inverse)
+        return (*found, None)
