@@ -1,4 +1,4 @@
-"""Our own kernels on a GPU: sums of gradients in the order of the tree, cross-entropy, attention, batch norm."""
+"""Our own kernels on a GPU: sums of gradients in the order of the tree, cross-entropy, attention, norms."""
 
 import pytest
 import torch
@@ -145,6 +145,52 @@ def test_the_gradient_of_a_gradient_goes_through_batch_norm():
     def penalty():
         (gradient,) = torch.autograd.grad((layer(images) ** 3).sum(), images, create_graph=True)
         return torch.autograd.grad((gradient**2).sum(), images)[0]
+
+    expected = penalty()
+    with deterministic_session([Device("cuda:0")]):
+        torch.testing.assert_close(penalty(), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the profiler
+@pytest.mark.parametrize(
+    ("dtype", "width", "is_autocast"),
+    [(torch.float32, 768, False), (torch.float32, 100, True), (torch.bfloat16, 768, True)],
+)
+def test_layer_norm_in_a_session_is_that_of_pytorch(dtype, width, is_autocast):
+    torch.manual_seed(0)
+    rows = (3 + 2 * torch.randn(4, 197, width, device=GPU)).to(dtype)
+    weights = torch.randn(rows.shape, device=GPU)
+
+    def computed(rows, dtype):
+        torch.manual_seed(1)
+        layer = torch.nn.LayerNorm(width)
+        torch.nn.init.normal_(layer.weight)
+        layer.to(GPU, dtype)
+        rows = rows.detach().requires_grad_()
+        with torch.autocast("cuda", torch.bfloat16, enabled=is_autocast and dtype != torch.float64):
+            out = layer(rows)
+        return [out.detach(), *torch.autograd.grad(out, [rows, *layer.parameters()], weights.to(out.dtype))]
+
+    expected = computed(rows.double(), torch.float64)
+    theirs = computed(rows, torch.float32)
+    with deterministic_session([Device("cuda:0")]):
+        found, again = computed(rows, torch.float32), computed(rows, torch.float32)
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            computed(rows, torch.float32)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    for ours, once_more, pytorchs, exact in zip(found, again, theirs, expected, strict=True):
+        assert torch.equal(ours, once_more)
+        assert ours.dtype == pytorchs.dtype
+        assert (ours.double() - exact).norm() < tolerance * exact.norm()
+    assert any("_gradients" in event.name for event in seen.events()) == can_replace()
+
+
+def test_the_gradient_of_a_gradient_goes_through_layer_norm():
+    rows, layer = torch.randn(300, 64, device=GPU, requires_grad=True), torch.nn.LayerNorm(64).to(GPU)
+
+    def penalty():
+        (gradient,) = torch.autograd.grad((layer(rows) ** 3).sum(), rows, create_graph=True)
+        return torch.autograd.grad((gradient**2).sum(), rows)[0]
 
     expected = penalty()
     with deterministic_session([Device("cuda:0")]):

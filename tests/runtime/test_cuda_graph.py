@@ -14,6 +14,7 @@ from lockstep.backends.torch import TorchBackend
 from lockstep.backends.torch_gradient_pieces import GradientPieces
 from lockstep.core.errors import OutOfMemory, RunError
 from lockstep.core.tracing import traced
+from lockstep.replicas import gradients
 from lockstep.replicas.half_weights import HalfWeights
 from lockstep.runtime.held_values import HeldValues
 
@@ -196,6 +197,32 @@ def test_captured_steps_cast_weights_once_and_give_the_bits_of_eager_steps(captu
     assert capture.num_replayed == found.steps
     assert 4 in made  # weights and biases of the convolution and of the linear layer; batch norm's are not cast
     assert found.weights_sha256 == lockstep.train(**how, devices="cpu:0", capture=False).weights_sha256
+
+
+class Tied(nn.Module):
+    """Looks rows up in a matrix, and multiplies by it."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(30, 16)
+
+    def forward(self, X):
+        return nn.functional.linear(self.tokens(X), self.tokens.weight).transpose(1, 2)
+
+
+@pytest.mark.parametrize("devices", ["cpu:0", "cpu:0,cpu:1,cpu:2"])
+@pytest.mark.parametrize("kind", ["capture", "rank_capture"])
+def test_a_tied_weights_gradient_in_two_parts_has_the_bits_of_eager_steps(request, monkeypatch, kind, devices):
+    capture, parts = request.getfixturevalue(kind), []
+    find = gradients.tied_weights
+    monkeypatch.setattr(gradients, "tied_weights", lambda *graph: parts.append(find(*graph)) or parts[-1])
+    tokens = torch.arange(960).view(80, 12) * 7 % 30
+    how = {"data": (tokens, tokens.roll(1, 1)), "model": Tied, "batch_size": 20, "lr": 0.1, "num_epochs": 2}
+    found = lockstep.train(**how, precision="bf16", devices=devices, quiet=True)
+    assert capture.num_replayed
+    assert all(len(each) == 1 for each in parts)
+    eager = lockstep.train(**how, precision="bf16", devices="cpu:0", capture=False, quiet=True)
+    assert found.weights_sha256 == eager.weights_sha256
 
 
 class HostEvents:

@@ -27,8 +27,8 @@ class Setting(NamedTuple):
 SETTINGS = (
     Setting(-3, "mmap_threshold", 32 * MB, 128 * 1024),
     Setting(-1, "trim_threshold", 512 * MB, 128 * 1024),
-    # more than the 64 MB of a thread's heap: else a heap that is free goes back to the system, and its pages are faulted
-    # in again by the next shard (two devices of 128 samples of the transformer each: 300 ms a step, and 315 with 16 MB)
+    # more than the 64 MB of a thread's heap: else one that is free goes back to the system, and the next shard faults
+    # its pages in again (2 devices with 128 samples of the transformer each: 300 ms a step, and 315 with 16 MB)
     Setting(-2, "top_pad", 72 * MB, 0),
 )
 

@@ -60,37 +60,39 @@ def launch(kernel: Any, num_blocks: int, arguments: list[Any]) -> None:
     kernel(grid=(num_blocks, 1, 1), block=(NUM_THREADS, 1, 1), args=arguments)
 
 
-def add_gradients(brackets: str, out: Tensor, addends: Sequence[Tensor | None]) -> None:
-    """Fills a float32 vector on a GPU with the sum x0 + x1 + ... in these brackets; an addend that is None is zero.
+def add_gradients(brackets: str, out: Tensor, addends: Sequence[tuple[Tensor, ...]]) -> None:
+    """Fills a float32 vector on a GPU with the sum x0 + x1 + ... in these brackets.
 
-    Addends are contiguous, of float32 or bfloat16: each is read once, and nothing else is written.
+    An addend is the sum of its parts; without any it is zero. Parts are contiguous, of float32 or bfloat16: each is
+    read once, and nothing else is written.
     """
-    kinds = tuple(None if x is None else _CTYPES[x.dtype] for x in addends)
+    kinds = tuple(tuple(_CTYPES[part.dtype] for part in parts) for parts in addends)
     kernel = _add_kernel(brackets, kinds, out.device)
     num_blocks = -(-out.numel() // (NUM_THREADS * WIDTH))
     if num_blocks:
-        arguments = [out, out.numel(), *(x for x in addends if x is not None)]
+        arguments = [out, out.numel(), *(part for parts in addends for part in parts)]
         launch(kernel, num_blocks, arguments)
 
 
 @cache
-def _add_kernel(brackets: str, kinds: tuple[str | None, ...], device: torch.device) -> Any:
-    given = [(f"x{number}", kind) for number, kind in enumerate(kinds) if kind is not None]
+def _add_kernel(brackets: str, kinds: tuple[tuple[str, ...], ...], device: torch.device) -> Any:
+    given = [(f"p{number}_{at}", kind) for number, parts in enumerate(kinds) for at, kind in enumerate(parts)]
 
-    def sum_of(value: str) -> str:
-        values = [value.format(n) if kind is not None else "0.0f" for n, kind in enumerate(kinds)]
+    def sum_of(entry: str) -> str:
+        """The sum of one entry of all addends, in C."""
         found = brackets
         for number in reversed(range(len(kinds))):  # x10 before x1
-            found = found.replace(f"x{number}", values[number].replace("x", "@"))
-        return found.replace("@", "x")
+            parts = [f"number(p{number}_{at}{entry})" for at in range(len(kinds[number]))]
+            found = found.replace(f"x{number}", f"({' + '.join(parts) or '0.0f'})")
+        return found
 
     source = _ADD % {
         "parameters": "".join(f", const {kind}* {name}" for name, kind in given),
         "loads": "\n        ".join(
             f"Four<{kind}> {name}_ = *(const Four<{kind}>*)({name} + at);" for name, kind in given
         ),
-        "wide": sum_of("number(x{}_.x[i])"),
-        "narrow": sum_of("number(x{}[at])"),
+        "wide": sum_of("_.x[i]"),
+        "narrow": sum_of("[at]"),
     }
     return compile_kernel(source, "added")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lockstep.backends.torch_attention import can_replace
 
-TYPES = torch.bfloat16, torch.float16, torch.float32
+TYPES = torch.bfloat16, torch.float16, torch.float32  # autocast makes all of them float32
 MIN_ROWS, MAX_WIDTH = 256, 8192
 
 
@@ -28,7 +28,7 @@ def fast_layer_norm() -> Iterator[None]:
         if kwargs or len(args) != 6 or torch.compiler.is_compiling() or not _fits(*args[:4]):
             return original(*args, **kwargs)
         rows, _, weight, bias, eps, _ = args
-        found: Tensor = _LayerNorm.apply(rows.float() if torch.is_autocast_enabled("cuda") else rows, weight, bias, eps)
+        found: Tensor = _LayerNorm.apply(rows.float(), weight, bias, eps)
         return found
 
     torch.layer_norm = layer_norm
@@ -43,7 +43,7 @@ def _fits(rows: Any, shape: Sequence[int], weight: Any, bias: Any) -> bool:
     return (
         len(shape) == 1
         and rows.is_cuda
-        and rows.dtype in TYPES
+        and rows.dtype in (TYPES if torch.is_autocast_enabled("cuda") else TYPES[-1:])
         and rows.is_contiguous()
         and rows.numel() >= MIN_ROWS * shape[0]
         and shape[0] <= MAX_WIDTH
@@ -62,7 +62,7 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, bias, mean, inverse = ctx.saved_tensors
-        gradient = gradient.to(rows.dtype).contiguous()
+        gradient = gradient.contiguous()
         if torch.is_grad_enabled():  # its gradient is asked for, too: PyTorch knows it
             how = weight.shape, mean, inverse, weight, bias, [True, True, True]
             found = torch.ops.aten.native_layer_norm_backward(gradient, rows, *how)

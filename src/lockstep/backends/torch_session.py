@@ -17,6 +17,7 @@ from lockstep.backends.torch_attention import deterministic_attention
 from lockstep.backends.torch_batch_norm import fast_batch_norm
 from lockstep.backends.torch_column_sum import fast_column_sums
 from lockstep.backends.torch_large_vectors import large_vectors_kept
+from lockstep.backends.torch_layer_norm import fast_layer_norm
 from lockstep.core.child_process import fork
 from lockstep.core.device import Device
 from lockstep.core.this_thread import THIS_THREAD
@@ -67,6 +68,7 @@ def deterministic_session(devices: list[Device]) -> Iterator[None]:
         if any(device.kind == "cuda" for device in devices):
             undo.enter_context(deterministic_attention())
             undo.enter_context(fast_batch_norm())
+            undo.enter_context(fast_layer_norm())
             undo.enter_context(fast_column_sums())
         for operation in _with_precision():
             _set(undo, operation, "fp32_precision", "ieee")  # no TF32, no bfloat16 inside

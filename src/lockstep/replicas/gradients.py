@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lockstep.backends import OnReady, Pieces
-from lockstep.backends.torch_gradient_pieces import GradientPieces
+from lockstep.backends.torch_gradient_pieces import GradientPieces, Piece, parts_of
 from lockstep.backends.torch_gradient_vector import GradientVector
 from lockstep.backends.torch_kernels import can_compile_kernels
 from lockstep.core.errors import CaptureError, RunError
@@ -17,6 +17,7 @@ from lockstep.core.layout import Layout
 from lockstep.replicas.keyed_random import KeyedRandom, NoDraws
 from lockstep.replicas.memory_format import flat_in_memory_order, shaped_like
 from lockstep.replicas.sliced_layers import SliceContext
+from lockstep.replicas.tied_weights import tied_weights
 
 
 class Gradients:
@@ -86,7 +87,11 @@ class Gradients:
     def captured(self, loss: Tensor, edges: Sequence[GradientEdge]) -> tuple[list[Tensor | None], Tensor | Pieces]:
         """The same in a CUDA graph capture, for the parameters of these edges; in pieces, where these can be added."""
         originals = [get_gradient_edge(param) for param in self._originals]
-        edge, wanted, one = get_gradient_edge(loss), [*edges, *originals], torch.ones_like(loss)
+        can_add = self._device.type == "cpu" or can_compile_kernels()
+        tied = tied_weights(loss, edges) if can_add else {}
+        own = [tied[number].copy if number in tied else edge for number, edge in enumerate(edges)]
+        wanted = [*own, *originals, *(weight.rows for weight in tied.values())]
+        edge, one = get_gradient_edge(loss), torch.ones_like(loss)
         try:
             with NoDraws():
                 found = torch.autograd.grad([edge], wanted, [one], allow_unused=True)
@@ -94,19 +99,22 @@ class Gradients:
             if "use_reentrant" not in str(problem):
                 raise
             raise CaptureError("the model uses activation checkpointing with use_reentrant=True") from problem
-        self._check_originals(gradient is not None for gradient in found[len(edges) :])
-        gradients = list(found[: len(edges)])
-        can_add = self._device.type == "cpu" or can_compile_kernels()
-        return gradients, self._pieces(gradients) if can_add else self.flat(gradients)
+        gradients, of_rows = list(found[: len(own)]), found[len(own) + len(originals) :]
+        self._check_originals(gradient is not None for gradient in found[len(own) : len(own) + len(originals)])
+        pieces: list[Piece] = list(gradients)
+        for (number, weight), of_row in zip(tied.items(), of_rows, strict=True):
+            pieces[number] = weight.parts(gradients[number], of_row)
+            gradients[number] = gradients[number] if of_row is None else of_row  # there is one
+        return gradients, self._pieces(pieces) if can_add else self.flat(gradients)
 
     def flat(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """All of them as one vector."""
         return self._pieces(gradients).flat()
 
-    def _pieces(self, gradients: Sequence[Tensor | None]) -> GradientPieces:
+    def _pieces(self, gradients: Sequence[Piece]) -> GradientPieces:
         self._check_dense(gradients)
         pieces = [
-            None if gradient is None else flat_in_memory_order(gradient, param)
+            tuple(flat_in_memory_order(part, param) for part in parts_of(gradient))
             for gradient, param in zip(gradients, self._params, strict=True)
         ]
         return GradientPieces(self._layout, pieces, self._device)
@@ -163,7 +171,7 @@ class Gradients:
             )
         self._originals = []
 
-    def _check_dense(self, gradients: Sequence[Tensor | None]) -> None:
+    def _check_dense(self, gradients: Sequence[Piece]) -> None:
         for name, gradient in zip(self._names, gradients, strict=True):
-            if gradient is not None and gradient.is_sparse:
+            if any(part.is_sparse for part in parts_of(gradient)):
                 raise RunError(f"The gradient of {name} is sparse, and only dense ones are added. Use sparse=False.")
