@@ -52,7 +52,8 @@ MODELS = {
     "resnet50": BenchModel(0.1, TrialSize(16, 1, 1), TrialSize(256, 10, 5), **IMAGES),
     "vit-b-16": BenchModel(on_cpu=TrialSize(8, 1, 1), on_gpu=TrialSize(256, 10, 5), **IMAGES, **LARGE),
 }
-RANDOM_BATCHES = 16  # of random samples
+RANDOM_BATCHES = 16  # of random images
+RANDOM_TOKEN_BATCHES = 64  # of tokens, which are smaller: at the end of an epoch, weights are copied to the host
 SAME_FOR_ALL = (  # settings that `--set` cannot change, because they must be the same for all contenders
     "model", "data", "data_dir", "loss", "optimizer", "batch_size", "learning_rate", "momentum", "weight_decay",
     "precision", "num_epochs", "seed", "devices", "engine", "out",
@@ -130,7 +131,8 @@ def load_samples(workload: Workload, progress: Progress = no_progress) -> Datase
     """The training samples of all contenders: full batches only, and no test samples."""
     known = MODELS[workload.model]
     if known.random_shape:
-        return Dataset("random", *random_samples(known, RANDOM_BATCHES * workload.batch_size, workload.seed))
+        number = RANDOM_TOKEN_BATCHES if known.takes_tokens else RANDOM_BATCHES
+        return Dataset("random", *random_samples(known, number * workload.batch_size, workload.seed))
     data = load_dataset(workload.data, None if workload.data_dir is None else Path(workload.data_dir), progress)
     num_samples = data.num_train // workload.batch_size * workload.batch_size
     if not num_samples:
