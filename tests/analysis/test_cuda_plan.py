@@ -28,7 +28,7 @@ def test_one_gpu_has_a_figure_for_every_number_of_shards(model, capture):
     plan = lockstep.plan(1, model=model, capture=capture, check=True, **HOW)
     assert [row.configuration.num_shards for row in plan.rows] == list(SHARDS)
     check_figures(plan)
-    assert [number for number, _ in plan.profile.whole_steps.points] == [1, 4, 16]
+    assert [number for number, _ in plan.profile.whole_steps.points] == list(SHARDS)
     assert all(row.measured_ms > 0 for row in plan.rows)
 
 

@@ -336,7 +336,7 @@ def test_shards_that_do_not_fit_on_a_gpu_have_no_whole_steps(monkeypatch, profil
     monkeypatch.setattr(whole_steps, "opened_run", opened)
     gpu, config = Device("cuda:0"), RunConfig(batch_size=64)
     found = whole_steps.alone(config, gpu, (1, 2, 4, 8, 16), lambda config: None)
-    assert found.points == ((4, 0.04), (16, 0.16))
+    assert found.points == ((4, 0.04), (8, 0.08), (16, 0.16))
     assert whole_steps.alone(config, gpu, (1, 2), lambda config: None) is None
 
 

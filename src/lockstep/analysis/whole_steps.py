@@ -23,15 +23,19 @@ from lockstep.training.setup import Prepared
 
 MIN_STEPS, MAX_STEPS = 2, 12  # of a configuration
 STEPS_SECONDS = 1.0  # for the steps of a configuration beyond those
+MAX_NUMBERS = 6  # of shards, whose steps on one GPU are measured: a second or two for each
 SHARED = Hardware()
 Prepare = Callable[[RunConfig], Prepared]
 HasTime = Callable[[], bool]
 
 
 def alone(config: RunConfig, device: Device, num_shards: Sequence[int], prepare: Prepare) -> Curve | None:
-    """The time of a step on one GPU by the number of shards: of the fewest, the most, and one in between."""
+    """The time of a step on one GPU by the number of shards: those of a few numbers, the fewest and the most first.
+
+    Not of some in between only: kernels for another size may be others, and half as fast.
+    """
     numbers, points = sorted(num_shards), list[tuple[float, float]]()
-    for number in dict.fromkeys((numbers[0], numbers[-1], numbers[len(numbers) // 2])):
+    for number in list(dict.fromkeys((numbers[0], numbers[-1], *numbers)))[:MAX_NUMBERS]:
         own = replace(config, devices=str(device), num_shards=number)
         with cannot_be_measured(), suppress(OutOfMemory), opened_run(own, prepare(own)) as run:
             run.seconds_per_step(5)  # loads things, and captures

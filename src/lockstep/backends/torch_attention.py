@@ -32,6 +32,11 @@ def can_replace() -> bool:
     )
 
 
+def has_memory(tensor: Any) -> bool:
+    """Whether a kernel can be given it. Code that is being compiled is traced with tensors that are only described."""
+    return type(tensor) in (Tensor, torch.nn.Parameter)
+
+
 @contextmanager
 def deterministic_attention() -> Iterator[None]:
     """While it is entered, flash attention is ours: in eager, captured and compiled code."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.backends.torch_attention import can_replace
+from lockstep.backends.torch_attention import can_replace, has_memory
 
 TYPES = torch.bfloat16, torch.float16, torch.float32  # of images
 
@@ -24,7 +24,7 @@ def fast_batch_norm() -> Iterator[None]:
     original = torch.batch_norm
 
     def batch_norm(*args: Any, **kwargs: Any) -> Tensor:
-        if kwargs or len(args) != 9 or torch.compiler.is_compiling() or not _fits(*args[:6]):
+        if kwargs or len(args) != 9 or not fits(*args[:6]):
             return original(*args, **kwargs)
         found: Tensor = _BatchNorm.apply(*args[:5], *args[6:8])
         return found
@@ -36,11 +36,13 @@ def fast_batch_norm() -> Iterator[None]:
         torch.batch_norm = original
 
 
-def _fits(images: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool) -> bool:
+def fits(images: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool) -> bool:
     """By types, shapes and order in memory alone, which are the same for a shard on any device."""
     per_channel = [weight, bias] if mean is None and var is None else [weight, bias, mean, var]
     return (
         training
+        and not torch.compiler.is_compiling()
+        and has_memory(images)
         and images.is_cuda
         and images.ndim == 4
         and images.dtype in TYPES

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.backends.torch_attention import can_replace
+from lockstep.backends.torch_attention import can_replace, has_memory
 
 TYPES = torch.bfloat16, torch.float16, torch.float32  # autocast makes all of them float32
 MIN_ROWS, MAX_WIDTH = 256, 8192
@@ -25,7 +25,7 @@ def fast_layer_norm() -> Iterator[None]:
     original = torch.layer_norm
 
     def layer_norm(*args: Any, **kwargs: Any) -> Tensor:
-        if kwargs or len(args) != 6 or torch.compiler.is_compiling() or not _fits(*args[:4]):
+        if kwargs or len(args) != 6 or not fits(*args[:4]):
             return original(*args, **kwargs)
         rows, _, weight, bias, eps, _ = args
         found: Tensor = _LayerNorm.apply(rows.float(), weight, bias, eps)
@@ -38,10 +38,12 @@ def fast_layer_norm() -> Iterator[None]:
         torch.layer_norm = original
 
 
-def _fits(rows: Any, shape: Sequence[int], weight: Any, bias: Any) -> bool:
+def fits(rows: Any, shape: Sequence[int], weight: Any, bias: Any) -> bool:
     """By types, shapes and order in memory alone, which are the same for a shard on any device."""
     return (
         len(shape) == 1
+        and not torch.compiler.is_compiling()
+        and has_memory(rows)
         and rows.is_cuda
         and rows.dtype in (TYPES if torch.is_autocast_enabled("cuda") else TYPES[-1:])
         and rows.is_contiguous()
