@@ -22,6 +22,19 @@ settings.register_profile("lockstep", deadline=None, derandomize="LOCKSTEP_EXPLO
 settings.load_profile("lockstep")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that start programs, or send signals, are run once more if they fail; the summary names them.
+
+    On a busy machine a process can be late by more than any time-out that is worth waiting for. Where something is
+    really wrong, the second time is red, too.
+    """
+    if config.pluginmanager.hasplugin("rerunfailures"):
+        for item in items:
+            module = getattr(item, "module", None)
+            if module is not None and {"subprocess", "signal"} & vars(module).keys():
+                item.add_marker(pytest.mark.flaky(reruns=1))
+
+
 class Answer(NamedTuple):
     """What a command printed, and its exit status."""
 
