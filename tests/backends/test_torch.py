@@ -221,6 +221,6 @@ def test_the_random_state_stays_when_none_are_drawn():
 
 
 def test_whether_a_forked_process_could_use_cuda_is_asked_of_one(monkeypatch):
-    assert TORCH.can_fork()
+    assert not TORCH.why_not_fork()
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
-    assert not TORCH.can_fork()
+    assert "start the program with torchrun" in TORCH.why_not_fork()

@@ -52,7 +52,7 @@ def checked(plan: Plan, config: RunConfig, objects: UserObjects | None, log: Log
     backend = load_backend(config.backend)
     devices = devices_for(backend, config.devices)
     rows = [row for row in plan.rows if row.configuration.num_devices <= len(devices)]
-    if plan.profile.engine == "processes" and devices[0].kind == "cuda" and not backend.can_fork():
+    if plan.profile.engine == "processes" and devices[0].kind == "cuda" and backend.why_not_fork():
         log("not run: processes, which cannot be started from one that has measured a GPU")
         rows = [row for row in rows if row.configuration.num_devices == 1 and config.engine != "processes"]
     if not rows:

@@ -174,9 +174,9 @@ class Backend(ABC):
         """Makes the calling thread a worker of `device`: one intra-op thread, a stream of its own."""
         return  # a framework without settings of a thread
 
-    def can_fork(self) -> bool:
-        """Whether processes that are forked now can use the devices."""
-        return True
+    def why_not_fork(self) -> str:
+        """Why processes that are forked now could not use GPUs, and what to do; empty: they could."""
+        return ""
 
     def pin_kernels(self) -> None:
         """Kernels from now on are those that all processors of the last ten years have."""

@@ -28,7 +28,7 @@ from lockstep.backends.torch_gradient_vector import GradientVector, gaps_of, one
 from lockstep.backends.torch_kernel_choice import VARIABLES, kernel_choice, pin_kernels
 from lockstep.backends.torch_large_vectors import memory_for_result
 from lockstep.backends.torch_lenet_cpu import ConvReluPool2d
-from lockstep.backends.torch_session import cuda_survives_fork, deterministic_session, start_thread
+from lockstep.backends.torch_session import CUDA_IN_USE, cuda_survives_fork, deterministic_session, start_thread
 from lockstep.core.device import Device, Hardware
 from lockstep.core.layout import Array, Layout
 from lockstep.core.tracing import SpanName, Timed, span
@@ -95,8 +95,8 @@ class TorchBackend(Backend):
     def start_worker(self, device: Device) -> None:
         start_thread(torch_device(device), torch.cuda.Stream(device.number) if device.kind == "cuda" else None)
 
-    def can_fork(self) -> bool:
-        return cuda_survives_fork()
+    def why_not_fork(self) -> str:
+        return "" if cuda_survives_fork() else CUDA_IN_USE
 
     def pin_kernels(self) -> None:
         pin_kernels()

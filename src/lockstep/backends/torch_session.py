@@ -27,6 +27,13 @@ from lockstep.core.this_thread import THIS_THREAD
 DEFAULT_GENERATORS = threading.RLock()
 
 
+CUDA_IN_USE = (
+    "CUDA was used in this process, or asked for (torch.cuda.is_available() is enough), so forked processes cannot use "
+    "it. Use --engine inprocess, or start the program with torchrun; where it only asks, set "
+    "PYTORCH_NVML_BASED_CUDA_CHECK=1."
+)
+
+
 @contextmanager
 def deterministic_session(devices: list[Device]) -> Iterator[None]:
     """Within it, kernels are deterministic; on exit every setting is restored."""

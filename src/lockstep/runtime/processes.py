@@ -26,12 +26,8 @@ from lockstep.schedules.instructions import Schedule
 
 def check_can_fork(backend: Backend, devices: Sequence[Device]) -> None:
     """Refuses to start workers for GPUs from a process that has used one already: CUDA does not survive a fork."""
-    if devices[0].kind == "cuda" and not backend.can_fork():
-        raise BackendError(
-            "CUDA was used in this process, or asked for (torch.cuda.is_available() is enough), so forked processes "
-            "cannot use it. Use --engine inprocess, or start the program with torchrun; where it only asks, set "
-            "PYTORCH_NVML_BASED_CUDA_CHECK=1."
-        )
+    if devices[0].kind == "cuda" and (reason := backend.why_not_fork()):
+        raise BackendError(reason)
 
 
 class Processes:

@@ -105,7 +105,7 @@ def with_engine(config: RunConfig) -> RunConfig:
     backend = load_backend(config.backend)
     devices = devices_for(backend, config.devices, at_most=config.num_shards)
     has_gpus = len(devices) > 1 and len({device for device in devices if device.kind == "cuda"}) == len(devices)
-    forks = has_gpus and "processes" in backend.capabilities.engines and backend.can_fork()
+    forks = has_gpus and "processes" in backend.capabilities.engines and not backend.why_not_fork()
     return replace(config, engine="processes" if forks else "inprocess")
 
 
