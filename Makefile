@@ -12,7 +12,7 @@ COMMA := ,
 train: $(READY)  ## The text's experiment: LeNet on Fashion-MNIST, two devices.
 	$(BIN)/lockstep train --devices 2 --batch-size 256 --lr 0.2 --epochs 10
 
-test: $(NOX)  ## Format, lint, types, import directions, tests with coverage; then each framework. About half an hour on two cores.
+test: $(NOX)  ## Format, lint, types, import directions, tests with coverage; then each framework. About twenty minutes on two cores.
 	$(NOX) $(if $(BACKENDS),-s $(subst $(COMMA), ,$(BACKENDS)))
 
 test-long: $(READY)  ## What takes long: crash loops, damaged files, compilers, two hosts, the benchmark.
