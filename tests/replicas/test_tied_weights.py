@@ -66,6 +66,13 @@ def test_in_float32_there_is_nothing_to_gain():
     assert tied_weights(loss_of(model, None), edges_of(model)) == {}
 
 
+def test_another_kind_of_copy_is_made_float32():
+    model = Model()
+    ((_, weight),) = tied_weights(loss_of(model, torch.float16), edges_of(model)).items()
+    of_copy, looked_up = weight.parts(torch.ones(40, 8, dtype=torch.float16), torch.ones(30, 8))
+    assert of_copy.dtype == looked_up.dtype == torch.float32
+
+
 def test_a_part_that_does_not_arrive_is_none():
     model = Model()
     ((_, weight),) = tied_weights(loss_of(model), edges_of(model)).items()

@@ -92,10 +92,9 @@ def _try_step(optimizer: torch.optim.Optimizer) -> None:
             smallest.grad = torch.ones_like(smallest)
     for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
         hooks.clear()  # they are the user's own
+    # what they look at initializes CUDA, after which no worker process can be forked
     for check in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
-        setattr(
-            optimizer, check, lambda: None
-        )  # it initializes CUDA, and worker processes could not be forked any more
+        setattr(optimizer, check, lambda: None)
     type(optimizer).step(optimizer)
 
 

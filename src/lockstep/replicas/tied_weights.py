@@ -32,6 +32,8 @@ class TiedWeight(NamedTuple):
         indices, num_rows, padding, scales, _ = self.saved.values()
         padding -= (padding >= 1 << 63) << 64  # PyTorch shows -1, none, without its sign
         looked_up = torch.ops.aten.embedding_dense_backward(of_rows, indices, num_rows, padding, scales)
+        if of_copy is not None and of_copy.dtype != torch.bfloat16:  # other kinds are not added as they are
+            of_copy = of_copy.to(looked_up.dtype)
         return looked_up if of_copy is None else (of_copy, looked_up)
 
 
