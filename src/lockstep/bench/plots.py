@@ -33,7 +33,8 @@ def bars_of(table: Table, rows: list[Row]) -> tuple[list[Spread], str]:
     reference = table.reference_row()
     if reference is None:
         return [spread([1000 * seconds for seconds in row.seconds]) for row in rows], f"ms/{table.unit}"
-    return [spread(row.ratios(reference)) for row in rows], f"time of a {table.unit} / {table.reference}'s"
+    article = "an" if table.unit[0] in "aeiou" else "a"
+    return [spread(row.ratios(reference)) for row in rows], f"time of {article} {table.unit} / {table.reference}'s"
 
 
 def _draw(axes: Any, table: Table, rows: list[Row]) -> None:
