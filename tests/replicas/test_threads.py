@@ -1,5 +1,8 @@
 """One intra-op thread on every rank, from its first operation on, whatever else the process does."""
 
+import subprocess
+import sys
+
 import torch
 from torch import nn
 from torch.utils.data import Dataset
@@ -56,3 +59,35 @@ def test_loaded_samples_do_not_change_the_number_of_threads_of_a_rank():
     finally:
         torch.set_num_threads(before)
     assert seen == {1}
+
+
+COLLECTS = """
+import gc, threading, time, torch
+from lockstep.replicas.keyed_random import rng_state
+
+class Garbage:
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):
+        time.sleep(0.002)  # lets other threads run
+
+def work():
+    for _ in range(50):
+        Garbage()
+        rng_state(torch.device("cpu"))
+
+gc.set_threshold(1)
+threads = [threading.Thread(target=work, daemon=True) for _ in range(3)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print("done")
+"""
+
+
+def test_a_garbage_collection_may_come_while_a_rank_looks_at_the_random_numbers():
+    # not in this process: in a deadlock no thread would ever run again
+    done = subprocess.run([sys.executable, "-c", COLLECTS], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "done\n", done.stderr

@@ -348,6 +348,53 @@ def test_a_tensor_that_shares_memory_across_a_cut_is_not_written_to():
         trained(case, split="network=2", stages="middle")
 
 
+class OwnStatistics(nn.Module):
+    """Keeps a running mean of its own, which is read where the output is made; `last` may write to it as well."""
+
+    def __init__(self, last_writes=False):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+        self.first, self.middle, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.last_writes = last_writes
+
+    def forward(self, X):
+        self.mean.mul_(0.9).add_(X.detach().mean(0) * 0.1)
+        hidden = self.middle(torch.relu(self.first(X)))
+        output = self.last(hidden)
+        if self.last_writes:
+            self.mean.add_(1)
+        return output + self.mean.sum() * torch.arange(3)
+
+
+class ReadsNormStatistics(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.first, self.middle, self.last = nn.BatchNorm1d(6), *OwnStatistics().children()
+
+    def forward(self, X):
+        hidden = self.middle(torch.relu(self.first(self.norm(X))))
+        return self.last(hidden) + self.norm.running_mean.sum() * torch.arange(3)
+
+
+@pytest.mark.parametrize("model", [OwnStatistics, ReadsNormStatistics])
+@pytest.mark.parametrize("order", ["1f1b", "gpipe"])
+def test_a_buffer_crosses_a_cut_with_the_value_that_the_shard_has_given_it(model, order):
+    case = own(model, VECTORS, batch_size=15)
+    whole = trained(case, devices=1, shards=4)
+    for stages in ("last", "middle,last"):
+        places = len(stages.split(",")) + 1
+        for _ in range(3):  # the first stage is already at the next shard, sometimes
+            cut = trained(case, split=f"network={places}", stages=stages, pipeline=order, shards=4)
+            assert (cut.weights_sha256, cut.buffers_sha256) == (whole.weights_sha256, whole.buffers_sha256)
+
+
+@pytest.mark.parametrize("stages", ["last", "middle,last"])
+def test_a_buffer_of_an_earlier_stage_is_not_written_to(stages):
+    case = own(lambda: OwnStatistics(last_writes=True), VECTORS)
+    with pytest.raises(lockstep.LockstepError, match=r"writes to a tensor in place that .* is a buffer"):
+        trained(case, split=f"network={len(stages.split(',')) + 1}", stages=stages)
+
+
 # --- ranks that are processes
 
 SOME = [{"split": "network=2"}, {"split": "layers=2"}, {"devices": 2, "update": "sharded"}]

@@ -120,7 +120,6 @@ def annealed_by_closure():
 
 
 CASES = {
-    "teacher": (Teacher, None, "the model's teacher.weight"),
     "private": (PrivateCounter, None, "the model's _calls"),
     "dict": (CounterInADict, None, "the model's kept.calls.0"),
     "late": (LateFloat, None, "the model's kept.calls"),
@@ -141,6 +140,12 @@ def test_a_state_that_shards_hand_on_is_named(case, engine, k):
         lockstep.train(model=make(), devices=k, engine=engine, **given, **HOW)
     assert "while a shard is computed" in str(caught.value)
     assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(("engine", "k"), ENGINES)
+def test_a_parameter_that_the_forward_pass_changes_is_named(engine, k):
+    with pytest.raises(LockstepError, match=r"changes its parameter teacher\.weight in the forward pass"):
+        lockstep.train(model=Teacher(), devices=k, engine=engine, **HOW)
 
 
 class Annealing:

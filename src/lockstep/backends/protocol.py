@@ -57,6 +57,7 @@ class Capabilities(NamedTuple):
     sees_random_draws: bool  # `random_state` changes when a model draws from the framework's own generator
     writes_in_place: bool  # `add` and `assign` write into existing memory
     engines: tuple[str, ...] = ("inprocess",)
+    lenet_kernels: tuple[str, ...] = ()  # kinds of devices with kernels of ours for LeNet: nothing is left to compile
 
 
 class Ops(ABC):
@@ -289,5 +290,8 @@ class Backend(ABC):
     @abstractmethod
     def value_and_grad(
         self, loss_sum: LossSum, layout: "Layout", flat: Tensor, X: Tensor, y: Tensor, on_ready: OnReady | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """The summed loss, and its gradient as one vector. `on_ready` may be called with it before it is complete."""
+    ) -> tuple[Tensor, "Tensor | Pieces"]:
+        """The summed loss, and its gradient, in pieces or as one vector.
+
+        `on_ready` may be called with the vector before it is complete.
+        """

@@ -1,4 +1,4 @@
-"""PyTorch on CPUs and NVIDIA GPUs; `torch_*.py` beside it have its session, graph capture and LeNet on CPU."""
+"""PyTorch on CPUs and NVIDIA GPUs; `torch_*.py` beside it have its session, graph capture and LeNet's kernels."""
 
 import os
 import threading
@@ -21,13 +21,17 @@ from lockstep.backends.protocol import (
     LossSum,
     OnReady,
     Ops,
+    Pieces,
 )
 from lockstep.backends.torch_capture import TorchGraphCapture
 from lockstep.backends.torch_events import CudaEvents
+from lockstep.backends.torch_gradient_pieces import GradientPieces
 from lockstep.backends.torch_gradient_vector import GradientVector, gaps_of, one
 from lockstep.backends.torch_kernel_choice import VARIABLES, kernel_choice, pin_kernels
+from lockstep.backends.torch_kernels import can_compile_kernels
 from lockstep.backends.torch_large_vectors import memory_for_result
 from lockstep.backends.torch_lenet_cpu import ConvReluPool2d
+from lockstep.backends.torch_lenet_gpu import ConvReluPool2dOnGPU, has_kernels
 from lockstep.backends.torch_session import CUDA_IN_USE, cuda_survives_fork, deterministic_session, start_thread
 from lockstep.core.device import Device, Hardware
 from lockstep.core.layout import Array, Layout
@@ -51,9 +55,13 @@ class TorchOps(Ops):
         return F.avg_pool2d(X, size)
 
     def conv_relu_pool2d(self, X: Tensor, weight: Tensor, bias: Tensor, size: int) -> Tensor:
-        if X.device.type != "cpu" or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return super().conv_relu_pool2d(X, weight, bias, size)
-        return ConvReluPool2d.apply(X, weight, bias, size)
+        if X.device.type == "cpu":
+            return ConvReluPool2d.apply(X, weight, bias, size)
+        if X.is_cuda and has_kernels(X, weight, size):
+            return ConvReluPool2dOnGPU.apply(X, weight, bias)
+        return super().conv_relu_pool2d(X, weight, bias, size)
 
     def linear(self, X: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return torch.addmm(bias, X, weight)
@@ -73,6 +81,7 @@ class TorchBackend(Backend):
         sees_random_draws=True,
         writes_in_place=True,
         engines=("inprocess", "processes"),
+        lenet_kernels=("cuda",),
     )
     ops = TorchOps()
 
@@ -208,7 +217,7 @@ class TorchBackend(Backend):
 
     def value_and_grad(
         self, loss_sum: LossSum, layout: Layout, flat: Tensor, X: Tensor, y: Tensor, on_ready: OnReady | None = None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | Pieces]:
         params = [param.requires_grad_() for param in self.unflatten(layout, flat.detach())]  # same memory
         with plain_errors(flat.device.type):
             with span(SpanName.FORWARD):
@@ -222,6 +231,8 @@ class TorchBackend(Backend):
                 gradients = torch.autograd.grad(loss, params, seed, allow_unused=True, materialize_grads=True)
         if vector:
             return loss.detach(), vector.complete()
+        if flat.is_cuda and can_compile_kernels():  # those of all shards are added by one kernel each
+            return loss.detach(), GradientPieces(layout, [own.reshape(-1) for own in gradients], flat.device)
         gaps = gaps_of(layout, flat.device)
         with_gaps = [piece for own, gap in zip(gradients, gaps, strict=True) for piece in (own.reshape(-1), gap)]
         return loss.detach(), torch.cat(with_gaps)

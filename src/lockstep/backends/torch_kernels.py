@@ -49,15 +49,21 @@ def can_compile_kernels() -> bool:
 
 def compile_kernel(source: str, name: str) -> Any:
     """A function `name` of CUDA source code, for the current device."""
+    _make_context()
     return torch.cuda._compile_kernel(source, name)
 
 
-def launch(kernel: Any, num_blocks: int, arguments: list[Any]) -> None:
+def launch(kernel: Any, num_blocks: int, arguments: list[Any], num_threads: int = NUM_THREADS) -> None:
     """Starts a kernel on the current stream."""
-    if not hasattr(_THREAD, "has_context"):  # PyTorch's first operation in a thread makes one; this may be the first
-        torch.zeros(1, device=arguments[0].device)
+    _make_context()
+    kernel(grid=(num_blocks, 1, 1), block=(num_threads, 1, 1), args=arguments)
+
+
+def _make_context() -> None:
+    """PyTorch's first operation in a thread makes the thread's CUDA context; a kernel of ours may come before it."""
+    if not hasattr(_THREAD, "has_context"):
+        torch.zeros(1, device="cuda")
         _THREAD.has_context = True
-    kernel(grid=(num_blocks, 1, 1), block=(NUM_THREADS, 1, 1), args=arguments)
 
 
 def add_gradients(brackets: str, out: Tensor, addends: Sequence[tuple[Tensor, ...]]) -> None:

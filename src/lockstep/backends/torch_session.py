@@ -23,7 +23,9 @@ from lockstep.core.device import Device
 from lockstep.core.this_thread import THIS_THREAD
 
 # Held while the process's random number generators are replaced, and meanwhile code may be compiled, for which PyTorch
-# saves and restores them: the threads of all ranks have the same.
+# saves and restores them: the threads of all ranks have the same. Held while they are asked for their state, too:
+# PyTorch makes a Python object under a lock of its own, which may set off a garbage collection that lets another thread
+# run, and that one would wait for PyTorch's lock without ever letting the first go on.
 DEFAULT_GENERATORS = threading.RLock()
 
 
@@ -90,7 +92,10 @@ def deterministic_session(devices: list[Device]) -> Iterator[None]:
 def _get_rng_state(original: Callable[[], torch.Tensor]) -> torch.Tensor:
     """Activation checkpointing asks for it in the forward pass: a shard has numbers of its own."""
     keyed = THIS_THREAD.keyed
-    return original() if keyed is None else keyed.get_host_state()
+    if keyed is not None:
+        return keyed.get_host_state()
+    with DEFAULT_GENERATORS:
+        return original()
 
 
 def _set_rng_state(original: Callable[[torch.Tensor], None], state: torch.Tensor) -> None:

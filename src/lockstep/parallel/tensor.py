@@ -9,6 +9,7 @@ Ranks that share layers take the same shards through the model at the same time:
 splits, and every `ForwardBackward`, `Forward`, `Backward` and `Measure` is a collective of theirs.
 """
 
+import re
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -33,6 +34,15 @@ def slice_name(name: str, number: int, num_slices: int) -> str:
     """
     layer, dot, short = name.rpartition(".")
     return f"{layer}{dot}[{number}/{num_slices}]{short}"
+
+
+def unsliced_name(name: str) -> str:
+    """The name of the parameter that a slice is of, as the user knows it.
+
+    >>> unsliced_name("fc1.[1/4]bias")
+    'fc1.bias'
+    """
+    return re.sub(r"\[\d+/\d+\]", "", name)
 
 
 @lru_cache(maxsize=256)

@@ -41,7 +41,7 @@ class BatchLoss:
         outputs, updates = [], []
         for shard in shards:
             own.buffers.start_shard()
-            with own.buffers.stats.saved_as_copies():  # the next shard writes to them, before this one's backward pass
+            with own.buffers.saved_as_copies():  # the next shard writes to them, before this one's backward pass
                 outputs.append(self._losses.output(own, shard))
             updates.append(own.buffers.updates())
         counts = [int(count) for count in all_gather("sizes", [torch.tensor(shard.num_samples) for shard in shards])]

@@ -6,6 +6,9 @@ Every shard starts from the buffers as they were before the step.
 - Floats become the mean over the shards, weighted by their samples; where all agree, they keep their bits.
 """
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -31,6 +34,20 @@ class Buffers:
         self._others = {name: BufferTracker(owner, at) for name, owner, at in found if owner._buffers[at] is not None}
         self._unset = [(name, owner, at) for name, owner, at in found if owner._buffers[at] is None]
 
+    def saved_as_copies(self) -> AbstractContextManager[Any]:
+        """Within it, the backward pass gets copies of the buffers: they may be written to before it."""
+        written = [*self.stats.tensors(), *(tracker.tensor for tracker in self._others.values())]
+        if not written:
+            return nullcontext()
+        memories = {tensor.untyped_storage()._cdata for tensor in written if tensor.layout == torch.strided}
+
+        def saved(tensor: Tensor) -> Tensor:
+            is_strided = tensor.layout == torch.strided
+            # detached: else a graph that is kept would hold its own outputs, and never be freed
+            return tensor.clone() if is_strided and tensor.untyped_storage()._cdata in memories else tensor.detach()
+
+        return torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor)
+
     def stop_comparing(self) -> None:
         """Buffers are not compared any more: a comparison waits for the device."""
         for tracker in self._others.values():
@@ -51,6 +68,11 @@ class Buffers:
         for tracker in self._others.values():
             if tracker.is_changed():
                 tracker.restore()
+
+    def keep(self) -> None:
+        """What was written to the buffers between steps stays."""
+        for tracker in self._others.values():
+            tracker.keep()
 
     def rewind(self) -> None:
         """Resets all of them to the start of an unfinished step."""
@@ -84,19 +106,19 @@ class BufferTracker:
 
     def __init__(self, owner: nn.Module, short: str) -> None:
         self._owner, self._short = owner, short
-        self._tensor: Tensor = owner._buffers[short]
-        self._start = self._tensor.clone()
-        self._version = self._tensor._version
+        self.tensor: Tensor = owner._buffers[short]
+        self._start = self.tensor.clone()
+        self._version = self.tensor._version
         self.num_compared = 0
         self._is_hidden = False  # written to in a way that PyTorch does not count, through `.data`
 
     def is_changed(self) -> bool:
         """Whether the module wrote to the buffer, or replaced it."""
-        if self._owner._buffers[self._short] is not self._tensor or self._tensor._version != self._version:
+        if self._owner._buffers[self._short] is not self.tensor or self.tensor._version != self._version:
             return True
         if not self._is_hidden and self.num_compared < NUM_COMPARED:  # for the first shards only, as it has a cost
             self.num_compared += 1
-            self._is_hidden = not torch.equal(self._tensor, self._start)
+            self._is_hidden = not torch.equal(self.tensor, self._start)
         return self._is_hidden
 
     def value(self) -> Tensor:
@@ -112,9 +134,14 @@ class BufferTracker:
     def restore(self) -> None:
         """Sets the buffer to its value at the start of the step."""
         with torch.no_grad():
-            self._tensor.copy_(self._start)
-        self._owner._buffers[self._short] = self._tensor
-        self._version = self._tensor._version
+            self.tensor.copy_(self._start)
+        self._owner._buffers[self._short] = self.tensor
+        self._version = self.tensor._version
+
+    def keep(self) -> None:
+        """The buffer as it is now is what the next step starts from."""
+        self._start.copy_(self.value())  # the same memory: a captured CUDA graph reads it
+        self.restore()
 
     def _check_no_queue(self, values: list[Tensor | None]) -> None:
         """Refuses a buffer in which shards write different things to the same place, and leave the rest as it was."""

@@ -3,7 +3,7 @@
 A tensor that crosses in several places crosses once, so that its gradients are added up as the whole network would.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -83,6 +83,16 @@ def sharing_memory(tensors: list[Tensor]) -> list[int]:
     """The numbers of those that share memory with another one: what is written to one would be seen in the other."""
     owners: dict[int, list[int]] = {}
     for number, tensor in enumerate(tensors):
-        if tensor.layout == torch.strided:
-            owners.setdefault(tensor.untyped_storage()._cdata, []).append(number)
+        if (memory := _memory(tensor)) is not None:
+            owners.setdefault(memory, []).append(number)
     return [number for numbers in owners.values() if len(numbers) > 1 for number in numbers]
+
+
+def with_memory_of(tensors: list[Tensor], others: Iterable[Tensor]) -> list[int]:
+    """The numbers of those that share memory with one of `others`."""
+    theirs = {_memory(other) for other in others} - {None}
+    return [number for number, tensor in enumerate(tensors) if _memory(tensor) in theirs]
+
+
+def _memory(tensor: Tensor) -> int | None:
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None

@@ -28,9 +28,10 @@ NATIVE_DROPOUT = torch.ops.aten.native_dropout.default
 
 def rng_state(device: torch.device) -> bytes:
     """The state of the process's random number generators for this device, and for the CPU."""
-    state: bytes = torch.default_generator.get_state().numpy().tobytes()
-    if device.type == "cuda":
-        state += torch.cuda.default_generators[device.index].get_state().numpy().tobytes()
+    with DEFAULT_GENERATORS:
+        state: bytes = torch.default_generator.get_state().numpy().tobytes()
+        if device.type == "cuda":
+            state += torch.cuda.default_generators[device.index].get_state().numpy().tobytes()
     return state
 
 

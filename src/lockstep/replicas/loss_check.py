@@ -47,7 +47,8 @@ def _part(output: Any, y: Any, num_samples: int, part: slice) -> tuple[Any, Any]
     def cut(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        return value.detach()[part] if value.ndim and len(value) == num_samples else value.detach()
+        found = value.detach()[part] if value.ndim and len(value) == num_samples else value.detach()
+        return found.clone()  # the loss may write to it in place
 
     return map_leaves(output, cut), map_leaves(y, cut)
 

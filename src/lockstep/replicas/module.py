@@ -69,12 +69,14 @@ class ModuleReplica:
         self._losses = ShardLoss(spec, self._device, self.module)
         self._batch_loss = BatchLoss(self._losses, spec.seed, self._params) if spec.loss_over_batch else None
         self._pinned = module_state.PinnedCopies(self._device)
-        self._in_eval_mode = module_state.modules_in_eval_mode(spec.module)
+        held = dict(self.module.named_modules())
+        self._in_eval_mode = [name for name in module_state.modules_in_eval_mode(spec.module) if name in held]
         self._step = 0  # the step that the buffers are prepared for
         self._lent = LentModule(self.module)
         self._average = WeightAverage(self.module, spec.ema) if spec.ema is not None else None
         if self._average is not None and state is not None:
             self._average.load(units_of(state, AVERAGE))
+        self._is_computing = False  # a shard
         self._is_unfinished = False  # a step has begun and is not done: the buffers are those of its last shard
         self._sync = None
         if spec.sync_batch_norm:
@@ -131,8 +133,13 @@ class ModuleReplica:
     def _leaf_of(self, shard: Shard) -> Leaf:
         with plain_errors(self._device.type):
             self._buffers.start_shard()
-            with span(SpanName.FORWARD):
-                loss = self._losses.of(self._own, shard)
+            self._is_computing = True
+            try:
+                with span(SpanName.FORWARD):
+                    loss = self._losses.of(self._own, shard)
+            finally:
+                self._is_computing = False
+                self._lent.take_back()  # its own loss may have asked for it
             with span(SpanName.BACKWARD):
                 gradients, vector = self._gradients.of(loss.total, shard.on_ready)
         return self._leaf(loss, gradients, vector, self._own)

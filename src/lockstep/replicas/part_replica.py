@@ -3,6 +3,7 @@
 Several shards may have gone forward and not come back; what their backward passes need is kept by shard.
 """
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from lockstep.core.tracing import SpanName, span
 from lockstep.models.losses import LossSum
 from lockstep.replicas import module_state
 from lockstep.replicas.buffers import BufferUpdates
-from lockstep.replicas.crossing import Form, flattened, put_together, sharing_memory
+from lockstep.replicas.crossing import Form, flattened, put_together, sharing_memory, with_memory_of
 from lockstep.replicas.module import ModuleReplica
 from lockstep.replicas.replica import AllGatherTensors, Cut, Leaf, Measured, Shard
 from lockstep.replicas.sliced_layers import SliceContext
@@ -37,9 +38,9 @@ class Arrived:
         """Refuses a stage that has written to it."""
         if self.value._version != self._version:
             raise RunError(
-                "The model writes to a tensor in place that shares its memory with another one, and a cut between "
-                "stages lies between: the other would not change with it. Cut elsewhere (--stages), or do not write in "
-                "place."
+                "The model writes to a tensor in place that shares its memory with another one or is a buffer, and a "
+                "cut between stages lies between: the other would not change with it. Cut elsewhere (--stages), or do "
+                "not write in place."
             )
 
     def end_pass(self) -> None:
@@ -65,10 +66,28 @@ class PartModuleReplica(ModuleReplica):
         super().__init__(*args, **kwargs)
         self._flights: dict[int, Flight] = {}  # by the number of the shard
         self._is_last = self._part.stages[-1] == self._part.num_stages - 1
+        self._splits_model = self._part.num_stages > 1 or self._part.num_layer_ranks > 1
+        self._num_begun = 0  # steps
+        self._kept: dict[str, str] | None = None  # before the shards of a step that is checked
 
     def begin_step(self, step: int) -> None:
         self._flights.clear()
+        is_new = self._step != step
         super().begin_step(step)
+        self._num_begun += is_new
+        if is_new and self._num_begun == 2 and self._splits_model:  # what was None in the first step is no state
+            self._kept = self.kept_state()
+
+    def begin_update(self, step: int) -> None:
+        """Refuses, in the second step, a model or a loss that keeps something: it would be the rank's own."""
+        kept, self._kept = self._kept, None
+        if kept is not None and (names := self.changed_state(kept)):
+            raise RunError(
+                f"While a shard is computed, {names[0]} changes. Every device has its own, so the weights would depend "
+                f"on their number. In a model, make it a buffer (register_buffer); or split the data (--split data), "
+                f"where it is found out whether it matters."
+            )
+        super().begin_update(step)
 
     def why_not_capturable(self) -> str:
         """Why its shards cannot be captured as a CUDA graph."""
@@ -96,21 +115,30 @@ class PartModuleReplica(ModuleReplica):
         loss, outputs, form = None, list[Tensor](), None
         with plain_errors(self._device.type), span(SpanName.FORWARD):
             self._buffers.start_shard()
-            # norm layers keep their statistics for backward, and the next shard writes to them
-            with self._buffers.stats.saved_as_copies(), slices.forward() if slices else nullcontext():
+            # buffers are kept for backward, and the next shard writes to them
+            with self._buffers.saved_as_copies(), slices.forward() if slices else nullcontext():
                 if self._is_last:
                     loss = self._losses.of(self._own, shard)
                 else:
                     outputs, form = flattened(self._losses.output(self._own, shard))
-        for number in cut.sharing if cut is not None else ():
-            arrived[number].check_unchanged()
+        shared = [arrived[number] for number in cut.sharing] if cut is not None else []
+        for one in shared:
+            one.check_unchanged()
         self._flights[shard.number] = Flight(arrived, outputs, loss, self._buffers.updates(), slices)
-        return None if self._is_last else self._cut(outputs, form, shard)
+        return None if self._is_last else self._cut(outputs, form, shard, [one.value for one in shared])
 
-    def _cut(self, tensors: list[Tensor], form: Form, shard: Shard) -> Cut:
-        """What the next stage gets."""
-        sent = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]  # not how it was computed
-        return Cut(sent, self._random_state(shard), form, tuple(sharing_memory(tensors)))
+    def _cut(self, tensors: list[Tensor], form: Form, shard: Shard, shared: Sequence[Tensor] = ()) -> Cut:
+        """What the next stage gets: values, not how they were computed. A buffer as it is now: shards change it.
+
+        `shared` have arrived, and share memory with something in an earlier stage.
+        """
+        of_buffers = with_memory_of(tensors, self.module.buffers())
+        values = [tensor.detach() for tensor in tensors]
+        for number in of_buffers:
+            values[number] = values[number].clone()
+        sent = [value.requires_grad_(tensor.requires_grad) for value, tensor in zip(values, tensors, strict=True)]
+        sharing = sorted({*sharing_memory(tensors), *of_buffers, *with_memory_of(tensors, shared)})
+        return Cut(sent, self._random_state(shard), form, tuple(sharing))
 
     def _random_state(self, shard: Shard) -> Any:
         """How far the shard's random numbers have got; as they came, where this stage draws none."""
@@ -159,9 +187,12 @@ class PartModuleReplica(ModuleReplica):
             if self._part.num_stages == 1:
                 self._losses.prepare(self.module, shard.X)
             output = module_state.call(self.module, X)
-            found = self._losses.measured(output, shard.X, shard.y) if self._is_last else None
+            if self._is_last:
+                found: Cut | Measured = self._losses.measured(output, shard.X, shard.y)
+            else:
+                found = self._cut(*flattened(output), shard)
         self._buffers.restore()  # evaluation does not change them
-        return self._cut(*flattened(output), shard) if found is None else found
+        return found
 
 
 def _alone(layer: str, tensors: list[Tensor]) -> list[Tensor]:

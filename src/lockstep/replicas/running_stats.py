@@ -5,7 +5,6 @@ from zero, it ends with m x; the merge then goes through the shards in their ord
 All layers' statistics are in one vector, so this takes a few operations a shard, however many layers there are.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -93,17 +92,9 @@ class RunningStats:
             self._values.copy_(self._start)
             self._counts.copy_(self._start_counts)
 
-    def saved_as_copies(self) -> AbstractContextManager[Any]:
-        """Within it, the backward pass gets copies of the statistics: they may be written to before it."""
-        if not self.norms:
-            return nullcontext()
-        memory = self._values.untyped_storage().data_ptr()
-
-        def saved(tensor: Tensor) -> Tensor:
-            # detached: else a graph that is kept would hold its own outputs, and never be freed
-            return tensor.clone() if tensor.untyped_storage().data_ptr() == memory else tensor.detach()
-
-        return torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor)
+    def tensors(self) -> list[Tensor]:
+        """What the layers write to."""
+        return [self._values, self._counts] if self.norms else []
 
     def update(self) -> Tensor:
         """The statistics of the shard that was just computed, and how often each layer was called: one vector."""

@@ -15,6 +15,7 @@ from lockstep.data.dataset import leaves_of, map_leaves
 from lockstep.models.losses import LOSSES, LossSum, PerSample, has_own_kernel, summed
 from lockstep.models.model_loss import ModelLoss
 from lockstep.models.whole_set_metrics import arrays_for
+from lockstep.parallel.tensor import unsliced_name
 from lockstep.replicas import module_state
 from lockstep.replicas.compiled_blocks import compile_blocks, with_compiled_blocks
 from lockstep.replicas.keyed_random import KeyedRandom, no_draws_outside_of_pytorch, rng_state
@@ -34,7 +35,7 @@ class ShardLoss:
         self._spec, self._device = spec, device
         loss = spec.loss
         self.function: PerSample = copy.deepcopy(loss).to(device) if isinstance(loss, nn.Module) else loss
-        self._params = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
+        self._params = list(module.named_parameters())  # frozen ones, too: replicas would differ in them
         self._has_computed = False
         # a loss of the user's own is tried once; what it does with parts of an output is not captured
         self._checks_loss = not spec.loss_over_batch and spec.loss not in LOSSES.values() and device.type == "cpu"
@@ -145,8 +146,9 @@ class ShardLoss:
         if versions != [param._version for _, param in self._params]:
             changed = next(n for (n, p), before in zip(self._params, versions, strict=True) if p._version != before)
             raise RunError(
-                f"The model changes its parameter {changed} in the forward pass (Embedding with max_norm?), depending "
-                f"on the shard: devices would end with different parameters. Leave that out."
+                f"The model changes its parameter {unsliced_name(changed)} in the forward pass, as an average of "
+                f"weights or Embedding(max_norm=...) does: once for each shard of a device, so devices would end with "
+                f"different parameters. Leave that out; for an average of the weights, use --ema (ema=0.999)."
             )
         return output
 

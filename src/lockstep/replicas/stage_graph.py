@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from lockstep.core.errors import ConfigError
 from lockstep.replicas.crossing import CannotCross, flattened
-from lockstep.replicas.untraceable import check_hooks, check_tensors, settings_of_thread, tensor_makers_recorded
+from lockstep.replicas.untraceable import Kept, check_hooks, check_tensors, settings_of_thread, tensor_makers_recorded
 
 HOW = "Name other cut points (stages=[...]), or split the data instead (--split data)"
 
@@ -64,14 +64,14 @@ def traced(module: nn.Module, opened: Iterable[str]) -> fx.Graph:
 
 def traced_with_paths(module: nn.Module, opened: Iterable[str]) -> tuple[fx.Graph, dict[str, str]]:
     """The same, and for each node the module that it belongs to."""
-    tracer = LayerTracer(opened)
-    buffers = [(part, dict(part._buffers)) for part in module.modules()]
+    tracer, kept = LayerTracer(opened), Kept(module)
     try:
         own = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
         check_hooks(module, "", *own)
         with tensor_makers_recorded(tracer):
             graph = tracer.trace(module)
         check_tensors(module, graph)
+        kept.check_unchanged()
     except Exception as problem:  # symbolic tracing fails in many ways
         said = str(problem).strip().partition("\n")[0]
         kind = type(module).__name__
@@ -80,8 +80,7 @@ def traced_with_paths(module: nn.Module, opened: Iterable[str]) -> tuple[fx.Grap
             f"layers that are called one after the other, without decisions that depend on tensors. {HOW}."
         ) from problem
     finally:
-        for part, before in buffers:
-            part._buffers = before
+        kept.restore()
     return graph, tracer.paths
 
 

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
@@ -194,7 +195,8 @@ def cut_module(module: nn.Module, starts: Sequence[str]) -> CutModule:
     for is_training in (True, False):
         for part, mode in modes.items():
             part.training = mode and is_training
-        graph, stages = _graphs(module, list(starts))
+        with nullcontext() if is_training else torch.no_grad():  # as it is evaluated
+            graph, stages = _graphs(module, list(starts))
         for stage in range(num_stages):
             graphs[stage, is_training] = stage_graph(graph, stages, stage, num_stages)
         for node, number in stages.items():

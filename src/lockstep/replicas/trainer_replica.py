@@ -53,10 +53,13 @@ class TrainerReplica(CapturableModuleReplica):
 
     def apply(self, function: Callable[[nn.Module], Any], passes: int) -> None:
         """Calls a function of the user's, with random numbers that are the same for all replicas."""
+        self.undo_step()
         with self._random.start(seed_of(self._spec.seed, passes, 1, OPTIMIZER)):
             function(self.module)
+        self._buffers.keep()
 
     def lent(self) -> nn.Module:
         """The module for a forward pass of somebody else, which does not change its buffers."""
-        self.undo_step()
+        if not self._is_computing:  # else its own loss asks for it
+            self.undo_step()
         return self._lent.lend()

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 # they make tensors of sizes, and of no tensor
 MAKERS = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm", "tensor",
@@ -67,8 +67,55 @@ def check_tensors(module: nn.Module, graph: fx.Graph) -> None:
     """Refuses tensors that came out of nowhere, and buffers that have become another tensor: stages have neither."""
     if any(node.op == "get_attr" and str(node.target).startswith("_tensor_constant") for node in graph.nodes):
         raise ValueError("it uses a tensor that it has not made by a function of torch: make it a buffer")
+    for node in graph.nodes:
+        if node.op == "get_attr" and not isinstance(used := attribute_of(module, str(node.target)), (Tensor, fx.Proxy)):
+            raise ValueError(f"it uses an object of type {type(used).__name__}: do that in a layer of its own")
     for prefix, part in module.named_modules():
         for name, buffer in part._buffers.items():
             if isinstance(buffer, fx.Proxy):
                 path = f"{prefix}.{name}" if prefix else name
                 raise ValueError(f"it gives the buffer {path} another tensor: write to it in place, like add_(1)")
+
+
+def attribute_of(module: nn.Module, path: str) -> Any:
+    """What a module has at a dotted path."""
+    found: Any = module
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+class Kept:
+    """What a module keeps, to see that tracing its forward method does not change it: stages would not, either."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parts = [(name, part, dict(vars(part)), dict(part._buffers)) for name, part in module.named_modules()]
+        self._params = [(name, param, param._version) for name, param in module.named_parameters()]
+
+    def check_unchanged(self) -> None:
+        """Refuses a module that has changed an attribute or a parameter."""
+        for name, param, version in self._params:
+            if param._version != version:
+                raise ValueError(f"it writes to its parameter {name}, which stages would not: leave that out")
+        for prefix, part, before, _ in self._parts:
+            for name in {**before, **vars(part)}:
+                if name not in _OF_EVERY_MODULE and _differs(before.get(name), vars(part).get(name)):
+                    path = f"{prefix}.{name}" if prefix else name
+                    raise ValueError(f"it changes its attribute {path}, which stages would not: make it a buffer")
+
+    def restore(self) -> None:
+        """Puts attributes and buffers back."""
+        for _, part, before, buffers in self._parts:
+            vars(part).clear()
+            vars(part).update(before)
+            part._buffers = buffers
+
+
+def _differs(before: Any, after: Any) -> bool:
+    if before is after:
+        return False
+    return not (isinstance(before, PLAIN) and type(before) is type(after) and before == after)
+
+
+PLAIN = int, float, complex, str, bytes, bool
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))

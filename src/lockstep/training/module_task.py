@@ -34,6 +34,7 @@ from lockstep.partition.batch import split_into_shards
 from lockstep.replicas.memory_format import wants_channels_last
 from lockstep.replicas.module_state import arrays_of, copy_of, load
 from lockstep.replicas.optimizer_state import OF_PARAMETER
+from lockstep.replicas.running_stats import BATCH_NORM, has_running_stats
 from lockstep.replicas.stages import chain_of
 from lockstep.replicas.train_spec import TrainSpec
 from lockstep.training.evaluate import EvalSpec
@@ -105,6 +106,12 @@ def train_spec(
         raise ConfigError("tf32 is an arithmetic of NVIDIA GPUs, and the devices are CPUs. Use fp32.")
     if config.compile and config.batch_norm == "sync":
         raise ConfigError("A compiled model cannot wait for statistics of the whole batch. Leave --compile out.")
+    of_instances = [part for part in module.modules() if has_running_stats(part) and not isinstance(part, BATCH_NORM)]
+    if config.batch_norm == "sync" and of_instances:
+        raise ConfigError(
+            f"{type(of_instances[0]).__name__} with running statistics needs --batch-norm shard: they are those of "
+            f"single samples, and not of the whole batch."
+        )
     if config.loss_over == "batch" and (config.compile or config.batch_norm == "sync"):
         other = "--compile" if config.compile else "--batch-norm sync"
         raise ConfigError(f"A loss over the batch (--over batch) does not go together with {other}. Leave one out.")

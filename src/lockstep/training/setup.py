@@ -1,5 +1,6 @@
 """Assembles a run: backend, devices and task from its settings, then the engine and the steps."""
 
+import sys
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -73,8 +74,13 @@ def prepare(
     if isinstance(model, Model):
         if not isinstance(data, Dataset):
             raise ConfigError(f"{model.name} needs its samples in memory: give arrays (X, y), or a module as model.")
-        task = flat_task(config, backend, model, data, objects, grid)
-        return Prepared(backend, devices, with_notes(task, notes_on_split(config, grid, task.num_train)), callbacks)
+        has_kernels = devices[0].kind in backend.capabilities.lenet_kernels
+        compiled = config.compile and not has_kernels
+        task = flat_task(replace(config, compile=compiled), backend, model, data, objects, grid)
+        notes = notes_on_split(config, grid, task.num_train)
+        if compiled != config.compile:
+            notes = ("LeNet's layers are fused kernels on GPUs: there is nothing to compile (--compile).", *notes)
+        return Prepared(backend, devices, with_notes(task, notes), callbacks)
     if backend.name != MODULES:
         raise ConfigError(f"{config.model} needs --backend {MODULES}. In {backend.name}, use --model lenet.")
     from lockstep.training.module_task import module_task  # loads its framework
@@ -199,7 +205,9 @@ def make_steps(config: RunConfig, replica_set: ReplicaSet, balance: Balance) -> 
     if split is not None:
         if engine.devices[0].kind == "cuda" and config.capture:
             eager.why_eager = "the model or its update is split"
-        return eager
+        if split.grid.splits_model or options.shards_together or not config.verify_every or config.trace:
+            return eager
+        return VerifiedSteps(eager, engine, replicas, options, balance, every=sys.maxsize)  # only the first ones
     steps: Steps = eager
     if config.capture:
         steps = captured_or_eager_steps(engine, replicas, options, balance)

@@ -48,6 +48,10 @@ def made_module(model: Any, data: Dataset | None, seed: int) -> nn.Module:
                 "Give the module itself, and compile=True: then shards are compiled, with the same bits on any devices"
             )
             raise ConfigError(f"{what} is compiled already, and a copy of it for each device would not be. {hint}.")
+        if isinstance(part, torch.jit.ScriptModule):
+            what = f"Its part {name}" if name else "The model"
+            hint = "Give the module that it was made of"
+            raise ConfigError(f"{what} is TorchScript, which cannot be copied to each device. {hint}.")
         for hook in part._forward_pre_hooks.values():
             if (old := OLD_NORMS.get(type(hook).__name__)) is not None:
                 raise ConfigError(
