@@ -9,6 +9,7 @@ from torch.nn import functional as F
 import lockstep
 from backends.kernels_on_cpu import compiled_for_cpu, launch_on_cpu
 from lockstep.backends import torch_lenet_gpu as kernels
+from lockstep.backends.torch import TorchBackend
 from lockstep.backends.torch_lenet_gpu import ConvReluPool2dOnGPU, has_kernels
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU is visible on this machine")
@@ -81,10 +82,19 @@ def test_on_a_gpu_they_compute_what_pytorch_does(shapes):
     assert torch.equal(some, first[0][5:9]), "an image's result depends on the others"
 
 
+HOW = {"model": "lenet", "data": "fashion-mnist-mini", "epochs": 1}
+
+
 @pytest.mark.cuda
 @needs_gpu
-def test_lenet_has_nothing_to_compile_on_a_gpu():
-    how = {"model": "lenet", "data": "fashion-mnist-mini", "devices": "cuda:0", "epochs": 1, "quiet": True}
-    compiled = lockstep.train(**how, compile=True)
-    assert compiled.weights_sha256 == lockstep.train(**how).weights_sha256
-    assert any("nothing to compile" in note for note in compiled.notes)
+def test_lenet_has_the_same_bits_on_a_gpu_compiled_or_not():
+    compiled = lockstep.train(**HOW, devices="cuda:0", compile=True, quiet=True)
+    assert compiled.weights_sha256 == lockstep.train(**HOW, devices="cuda:0", quiet=True).weights_sha256
+
+
+def test_where_lenet_has_kernels_nothing_is_compiled_and_that_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(TorchBackend, "capabilities", TorchBackend.capabilities._replace(lenet_kernels=("cpu",)))
+    monkeypatch.setattr(TorchBackend, "compile", lambda self, function: pytest.fail("compiled"))
+    found = lockstep.train(**HOW, devices="cpu:0", compile=True)
+    assert found.weights_sha256 == lockstep.train(**HOW, devices="cpu:0", quiet=True).weights_sha256
+    assert "there is nothing to compile (--compile)" in capsys.readouterr().err

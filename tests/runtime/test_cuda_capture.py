@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from lockstep.backends import flat as as_vector
 from lockstep.backends import load_backend
 from lockstep.core.device import Device
 from lockstep.core.layout import layout_of, sha256_of
@@ -68,7 +69,7 @@ def test_a_captured_step_with_nccl_gives_the_bits_of_the_step():
 
         def step_once():
             def leaf(number):
-                return TORCH.value_and_grad(CrossEntropySum(lenet), layout, flat, *inputs[number])[1]
+                return as_vector(TORCH.value_and_grad(CrossEntropySum(lenet), layout, flat, *inputs[number])[1])
 
             total = sum_of(Node(0, NUM_SHARDS), leaf, TORCH.add)
             group.backend(Lane(GRADIENTS, (0,))).allreduce([total]).wait()

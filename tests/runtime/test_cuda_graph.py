@@ -225,6 +225,26 @@ def test_a_tied_weights_gradient_in_two_parts_has_the_bits_of_eager_steps(reques
     assert found.weights_sha256 == eager.weights_sha256
 
 
+class SlowAtFirst(nn.Module):
+    """Like kernels that are compiled when they are first used."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seconds = nn.Linear(12, 3), [0.5]
+
+    def forward(self, X):
+        while self.seconds:
+            time.sleep(self.seconds.pop())
+        return self.layer(X)
+
+
+def test_the_first_use_of_kernels_is_not_counted_as_time_of_an_epoch(capture):
+    X, y = torch.rand(40, 12), torch.arange(40) % 3
+    found = lockstep.train(model=SlowAtFirst, data=(X, y), batch_size=20, devices="cpu:0", epochs=1, quiet=True)
+    assert capture.num_replayed
+    assert found.history[0].seconds < 0.4
+
+
 class HostEvents:
     """Events of a device that has done everything at once."""
 

@@ -4,6 +4,7 @@ Every shard must give the same bits whoever computes it, and whatever came befor
 keeps a state of its own breaks that, and so does a device that computes wrongly now and then (silent data corruption).
 """
 
+import time
 import traceback
 from collections import Counter
 from collections.abc import Sequence
@@ -55,6 +56,7 @@ class VerifiedSteps:
         self._options, self._balance, self._every = options._replace(bucket_mb=0.0), balance, every
         self._first: int | None = None  # step of this object
         self.max_in_flight = steps.max_in_flight
+        self._seconds_before_capture = 0.0
 
     @property
     def why_eager(self) -> str:
@@ -63,15 +65,17 @@ class VerifiedSteps:
 
     @property
     def capture_seconds(self) -> float:
-        """Seconds that were spent on capture so far."""
-        return self._steps.capture_seconds
+        """Seconds that were spent on capture so far, and on what comes before it: first uses, which compile kernels."""
+        return self._steps.capture_seconds + self._seconds_before_capture
 
     def run(self, step: int, batch: Batch) -> LossFuture:
         """Does step number `step`; verified, if it is its turn."""
         if self._first is None:
             self._first = step
         if step - self._first in ((0,) if self._is_captured else FIRST):
+            began = time.perf_counter()
             self._rehearse(step, batch)
+            self._seconds_before_capture += time.perf_counter() - began if self._is_captured else 0.0
         if step % self._every or self._is_captured:
             return self._steps.run(step, batch)
         return self._verified(step, batch)

@@ -199,7 +199,7 @@ class Training:
             preparation = first_steps
         progress.seconds = max(0.0, progress.seconds - preparation)
         if preparation > REPORTED_SECONDS:
-            what = "compiling the model" if config.compile else "CUDA graph capture"
+            what = "compiling the model" if config.compile else "CUDA graph capture, with the first use of kernels,"
             yield Incident(
                 "prepared", f"epoch {progress.epoch}: {what} took {preparation:.1f} s, not counted in its time"
             )
