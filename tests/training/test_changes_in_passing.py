@@ -26,7 +26,7 @@ def trained(model=TwoLayers, **how):
     return lockstep.train(model=model, data=((X, y), (X, y)), **{**SHORT, **how})
 
 
-def refused(model, how, match):
+def check_refused(model, how, match):
     with pytest.raises(lockstep.LockstepError, match=match):
         trained(model, **how)
 
@@ -119,7 +119,7 @@ class Counts(TwoLayers):
 @pytest.mark.parametrize("split", [{"devices": 1}, *SPLITS], ids=str)
 @pytest.mark.parametrize("model", [Teacher, KeepsLast, Counts])
 def test_a_model_that_keeps_something_is_refused_however_it_is_split(model, split):
-    refused(model, split, r"teacher\.weight|seen|number|same bits")
+    check_refused(model, split, r"teacher\.weight|seen|number|same bits")
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=str)
@@ -140,7 +140,7 @@ def test_a_loss_that_keeps_something_is_refused_however_the_model_is_split(split
 def test_a_module_is_not_changed_by_looking_where_it_can_be_cut():
     for model in (Teacher(), Counts()):
         before = {name: value.clone() for name, value in model.state_dict().items()}
-        refused(
+        check_refused(
             model, {"split": "network=2"}, "cannot be cut into stages: .* (writes to its parameter|changes its attr)"
         )
         assert getattr(model, "number", 0) == 0
@@ -166,16 +166,16 @@ class TurnsGradientsOn(TwoLayers):
     ("model", "match"), [(OwnGenerator, "of type Generator"), (TurnsGradientsOn, "autocast or the")]
 )
 def test_what_stages_would_not_do_is_refused(model, match):
-    refused(model, {"split": "network=2"}, match)
+    check_refused(model, {"split": "network=2"}, match)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_scripted_parts_and_running_statistics_of_samples_are_refused():
     scripted = nn.Sequential(torch.jit.script(nn.Linear(12, 4)))
-    refused(scripted, {}, "Its part 0 is TorchScript")
+    check_refused(scripted, {}, "Its part 0 is TorchScript")
     norm = nn.Sequential(nn.Unflatten(1, (3, 4)), nn.InstanceNorm1d(3, track_running_stats=True), nn.Flatten(),
                          nn.Linear(12, 4))  # fmt: skip
-    refused(norm, {"batch_norm": "sync"}, "InstanceNorm1d with running statistics needs --batch-norm shard")
+    check_refused(norm, {"batch_norm": "sync"}, "InstanceNorm1d with running statistics needs --batch-norm shard")
 
 
 class CountsInBuffer(TwoLayers):
