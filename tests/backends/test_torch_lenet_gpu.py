@@ -93,7 +93,7 @@ def test_lenet_has_the_same_bits_on_a_gpu_compiled_or_not():
 
 
 def test_where_lenet_has_kernels_nothing_is_compiled_and_that_is_said(monkeypatch, capsys):
-    monkeypatch.setattr(TorchBackend, "capabilities", TorchBackend.capabilities._replace(lenet_kernels=("cpu",)))
+    monkeypatch.setattr(TorchBackend, "lenet_kernels", ("cpu",))
     monkeypatch.setattr(TorchBackend, "compile", lambda self, function: pytest.fail("compiled"))
     found = lockstep.train(**HOW, devices="cpu:0", compile=True)
     assert found.weights_sha256 == lockstep.train(**HOW, devices="cpu:0", quiet=True).weights_sha256

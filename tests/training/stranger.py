@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
@@ -67,7 +68,9 @@ def enter(process, *_):
                 Path(f"/proc/{each}/fd/{descriptor}").read_bytes()
                 found[1] += 1
             with contextlib.suppress(Exception):
-                dist.FileStore(f"/proc/{each}/fd/{descriptor}", -1).set("group/0/gloo/0", "forged")
+                store = dist.FileStore(f"/proc/{each}/fd/{descriptor}", -1)
+                store.set_timeout(timedelta(milliseconds=10))  # a file that is not there is waited for
+                store.set("group/0/gloo/0", "forged")
                 found[2] += 1
     print("killed, read, written:", found, flush=True)
 

@@ -57,7 +57,6 @@ class Capabilities(NamedTuple):
     sees_random_draws: bool  # `random_state` changes when a model draws from the framework's own generator
     writes_in_place: bool  # `add` and `assign` write into existing memory
     engines: tuple[str, ...] = ("inprocess",)
-    lenet_kernels: tuple[str, ...] = ()  # kinds of devices with kernels of ours for LeNet: nothing is left to compile
 
 
 class Ops(ABC):
@@ -165,6 +164,7 @@ class Backend(ABC):
 
     # --- a run ---
 
+    lenet_kernels: tuple[str, ...] = ()  # kinds of devices with kernels of ours for LeNet: nothing is left to compile
     portable_variables = ""  # environment variables that choose the kernels of `pin_kernels`, as a shell takes them
 
     @abstractmethod

@@ -81,7 +81,6 @@ class TorchBackend(Backend):
         sees_random_draws=True,
         writes_in_place=True,
         engines=("inprocess", "processes"),
-        lenet_kernels=("cuda",),
     )
     ops = TorchOps()
 
@@ -96,6 +95,7 @@ class TorchBackend(Backend):
 
     # --- a run ---
 
+    lenet_kernels = ("cuda",)
     portable_variables = VARIABLES
 
     def session(self, devices: list[Device]) -> AbstractContextManager[None]:

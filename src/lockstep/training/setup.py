@@ -74,7 +74,7 @@ def prepare(
     if isinstance(model, Model):
         if not isinstance(data, Dataset):
             raise ConfigError(f"{model.name} needs its samples in memory: give arrays (X, y), or a module as model.")
-        has_kernels = devices[0].kind in backend.capabilities.lenet_kernels
+        has_kernels = devices[0].kind in backend.lenet_kernels
         compiled = config.compile and not has_kernels
         task = flat_task(replace(config, compile=compiled), backend, model, data, objects, grid)
         notes = notes_on_split(config, grid, task.num_train)
