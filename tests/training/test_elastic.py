@@ -62,7 +62,11 @@ def test_nothing_is_sent_where_all_ranks_have_the_same_state(on_ranks):
     ("held", "newest", "num_broadcasts"),
     [
         ([(4, [FIRST]), (4, [SECOND])], 4, 2),
-        ([(5, [FIRST]), (4, [SECOND]), (4, [FIRST]), (4, [SECOND])], 4, 2),  # nobody has the second of step 5
+        (
+            [(5, [FIRST]), (4, [SECOND]), (4, [FIRST]), (4, [SECOND])],
+            4,
+            3,
+        ),  # nobody has the second of step 5, nor a file
         ([(5, [FIRST]), (4, [SECOND]), (4, [FIRST]), (5, [SECOND])], 5, 2),
         ([(5, [FIRST, SECOND]), (4, [SECOND])], 5, 1),
         ([(5, [FIRST]), None, (5, [SECOND]), None], 5, 2),  # two ranks are new
@@ -107,6 +111,14 @@ def test_a_part_that_was_lost_with_its_rank_is_in_the_newest_checkpoint_file(on_
     found, _ = agreed(on_ranks, [checkpoint(5, parts=[FIRST]), None, checkpoint(5, parts=[FIRST])], Files(in_file))
     for one in found:
         assert one is None if in_file is None else (one.progress.step, list(one.weights)) == (2, [FIRST, SECOND])
+
+
+@pytest.mark.parametrize(("in_file", "newest"), [(9, 9), (3, 4)])
+def test_a_file_that_is_newer_than_the_newest_whole_state_is_taken(on_ranks, in_file, newest, monkeypatch):
+    """A rank was lost with its part, and who replaces it has the state that the run was resumed from."""
+    monkeypatch.setattr(elastic, "max_bytes_of", lambda arrays: 1 << 20)
+    found, _ = agreed(on_ranks, [checkpoint(10, parts=[FIRST]), checkpoint(4)], Files(checkpoint(in_file)))
+    assert [one.progress.step for one in found] == [newest] * 2
 
 
 def test_a_state_of_another_run_is_refused(on_ranks):

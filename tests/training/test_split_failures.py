@@ -1,6 +1,7 @@
 """Drift, healing, hangs and values that are not finite, where ranks hold parts of the model."""
 
 import itertools
+import os
 import threading
 
 import pytest
@@ -8,8 +9,11 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.core.errors import LockstepError, RankTimeout
+from lockstep.core.errors import LockstepError, PeerFailure, RankTimeout
+from lockstep.core.this_thread import THIS_THREAD
 from lockstep.replicas.part_replica import PartModuleReplica
+from lockstep.runtime.process_transport import ProcessTransport
+from lockstep.schedules.instructions import PARAMETERS
 from training.split_models import IMAGES, VECTORS, seeded, sequential
 
 HOW = {"batch_size": 10, "shards": 6, "epochs": 3, "quiet": True, "verify_every": 0, "checkpoint_every": 0}
@@ -79,6 +83,32 @@ def test_a_stage_that_hangs_is_named():
                 thread.join(30)
 
 
+class WaitsInTraining(nn.Module):
+    """Hangs on the second rank, in the fifth step."""
+
+    done, calls = threading.Event(), itertools.count(1)
+
+    def forward(self, X):
+        if self.training and THIS_THREAD.rank == 1 and next(WaitsInTraining.calls) == 14:
+            WaitsInTraining.done.wait(20)
+        return X
+
+
+@pytest.mark.parametrize("bucket_mb", [0, 0.0002])
+def test_a_rank_that_hangs_while_others_wait_for_its_statistics_is_named(bucket_mb):
+    WaitsInTraining.done, WaitsInTraining.calls = threading.Event(), itertools.count(1)
+    how = {"batch_norm": "sync", "devices": 2, "engine": "inprocess", "timeout": 2, "bucket_mb": bucket_mb}
+    net = nn.Sequential(nn.Linear(6, 16), WaitsInTraining(), nn.BatchNorm1d(16), nn.Linear(16, 3))
+    try:
+        with pytest.raises(RankTimeout, match=r"rank 1 \(cpu:1\) is in forward and backward of step"):
+            trained(model=net, data=VECTORS, **how)
+    finally:
+        WaitsInTraining.done.set()
+        for thread in threading.enumerate():
+            if thread.name.startswith("lockstep"):
+                thread.join(30)
+
+
 @pytest.mark.parametrize("split", ["network=2", "layers=2", "data=2"])
 def test_a_loss_that_is_not_finite_stops_every_split(split):
     update = {"update": "sharded"} if split == "data=2" else {}
@@ -98,3 +128,24 @@ def test_that_steps_are_not_verified_is_said(split, capsys):
     assert note in " ".join(capsys.readouterr().err.split())
     trained(split=split, verify_every=400, quiet=False, **slices)
     assert note not in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_connections_that_break_while_new_parameters_are_handed_out_change_no_bit(saves, tmp_path, monkeypatch):
+    """Some parameters of a rank are then of the new step, and others of the old one."""
+    finish = ProcessTransport.finish
+
+    def fail_once(self, key):
+        broken = tmp_path / f"broken-{os.getpid()}"  # processes are forked: each breaks once
+        if key.channel == PARAMETERS and self._position.step == 5 and not broken.exists():
+            broken.touch()
+            self._group.close()
+            raise PeerFailure("connection reset")
+        return finish(self, key)
+
+    monkeypatch.setattr(ProcessTransport, "finish", fail_once)
+    how = {"update": "sharded", "devices": 2, "engine": "processes"}
+    found = trained(**how, out=str(tmp_path / "run"), checkpoint_every=2 if saves else 100)
+    assert len(list(tmp_path.glob("broken-*"))) == 2
+    monkeypatch.undo()
+    assert found.weights_sha256 == trained(devices=1).weights_sha256

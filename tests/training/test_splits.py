@@ -395,6 +395,18 @@ def test_a_buffer_of_an_earlier_stage_is_not_written_to(stages):
         trained(case, split=f"network={len(stages.split(',')) + 1}", stages=stages)
 
 
+def test_a_batch_of_one_shard_goes_there_and_back_with_a_sharded_update():
+    def make():
+        return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 3))
+
+    X, y = VECTORS[0][:21], VECTORS[1][:21]  # the last batch has one sample
+    case = own(make, (X, y), batch_size=10)
+    there_and_back = {"split": "data=2,network=2", "stages": "2,4"}
+    hashes = [trained(case, **how).weights_sha256 for how in ({"devices": 1}, there_and_back)]
+    hashes += [trained(case, **there_and_back, update="sharded").weights_sha256]
+    assert len(set(hashes)) == 1
+
+
 # --- ranks that are processes
 
 SOME = [{"split": "network=2"}, {"split": "layers=2"}, {"devices": 2, "update": "sharded"}]

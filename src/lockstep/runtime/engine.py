@@ -89,6 +89,7 @@ class Position:
     phase: str = "start"
     step: int = 0
     call: str = "a run"  # what the program has called, which must be the same for all
+    is_mid_update: bool = False  # some of its parameters have their new values, others perhaps not yet
 
 
 class Rank(NamedTuple):
@@ -118,7 +119,10 @@ class Engine(Protocol):
     def __enter__(self) -> Self: ...
     def __exit__(self, *error: object) -> None: ...
     def run(self, schedule: Schedule, replicas: Sequence[Replica], work: StepInput) -> StepResult:
-        """Executes a step. Nobody waits for anybody in the update: a step is done, or has not happened."""
+        """Executes a step. Where nobody waits for anybody in the update, it is done, or has not happened.
+
+        Ranks that share the update hand out their parameters after it: one that fails there `is_mid_update`.
+        """
         ...
 
     def measure(self, schedule: Schedule, replicas: Sequence[Replica], work: StepInput) -> list[list[Measured]]:

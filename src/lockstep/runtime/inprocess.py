@@ -128,8 +128,7 @@ class InProcess:
 
     def _connect(self, schedule: Schedule) -> None:
         """Interpreters for a schedule, connected to each other; kept while the schedule stays the same."""
-        timeout = None if schedule.overlaps else self.timeout  # if it overlaps, the wait for it has the deadline
-        self._group = ThreadGroup(self.backend, self.devices, self.memories, timeout)
+        self._group = ThreadGroup(self.backend, self.devices, self.memories, self.timeout, schedule.overlaps)
         self._interpreters = []
         for rank, device in enumerate(self.devices):
             trace = self.traces[rank] if self.traces else None

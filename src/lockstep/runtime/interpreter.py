@@ -126,6 +126,7 @@ class Interpreter:
                     self.execute(instruction)
                 replica.finish_update()
             rank.backend.synchronize(rank.device)
+            rank.position.is_mid_update = False
             return results
 
     def measure(self, work: StepInput, replica: Replica) -> list[Measured]:
@@ -261,6 +262,7 @@ class Interpreter:
         self.held.hold(instruction.total, self._transport.all_reduce(own))
 
     def _update(self, instruction: Update) -> None:
+        self.rank.position.is_mid_update = True
         self._replica.update(self._work.step, self.total, self.summary())
 
     # --- values ---

@@ -11,7 +11,7 @@ from lockstep.data.dataset import map_leaves
 from lockstep.replicas.replica import Cut
 from lockstep.runtime.engine import RankResult
 from lockstep.runtime.transport import Cancelled, GroupKey, TransferGroup, check_same_layer
-from lockstep.schedules.instructions import CHANNELS
+from lockstep.schedules.instructions import CHANNELS, GRADIENTS
 
 
 class RankQueues:
@@ -48,11 +48,21 @@ class ThreadGroup:
     """What the ranks of one schedule share: queues for gradients, results, and tensors in mid-forward."""
 
     def __init__(
-        self, backend: Backend, devices: Sequence[Device], memories: Sequence[Device], timeout: float | None = None
+        self,
+        backend: Backend,
+        devices: Sequence[Device],
+        memories: Sequence[Device],
+        timeout: float | None = None,
+        overlaps: bool = False,
     ) -> None:
-        """`memories` says in which memory each device's tensors are."""
+        """`memories` says in which memory each device's tensors are.
+
+        Where the exchange `overlaps` the backward pass, gradients are waited for from the start of a step: whoever
+        waits for the exchange has the deadline, and they have none.
+        """
         self.backend, self.devices, self.memories = backend, devices, memories
-        self.values = {channel: RankQueues(len(devices), timeout) for channel in CHANNELS}
+        without = {GRADIENTS} if overlaps else set()
+        self.values = {c: RankQueues(len(devices), None if c in without else timeout) for c in CHANNELS}
         self.results, self.tensors = (RankQueues(len(devices), timeout) for _ in range(2))
 
     def transport(self, rank: int) -> "ThreadTransport":

@@ -63,7 +63,7 @@ class Workspace:
         """The parts of the total as one vector."""
         if not self._joins:
             return tensors[0]
-        if self._total is None:
+        if not self._backend.capabilities.writes_in_place:
             return self._backend.concat(tensors)
         for part, tensor in zip(parts, tensors, strict=True):
             if part not in self._written:  # it is a part of the rank's own node: nobody else has shards

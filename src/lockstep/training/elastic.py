@@ -93,7 +93,7 @@ class Worker:
 
     def _work_in(self, generation: Generation, client: WorkerClient) -> None:
         rank = generation.workers.index(client.worker)
-        client.position.phase = "start"
+        client.position.phase, client.position.is_mid_update = "start", False
         group = client.connect(generation)
         with Processes(self.prepared.backend, generation.devices, group, client.position) as engine:
             checkpoint = agree(engine, self.start, identity_of(self.config, self.prepared.task), self.prepared.task)
@@ -113,7 +113,8 @@ class Worker:
             try:
                 result = report(training.events(), self.log if rank == 0 else None, self.quiet or rank != 0)
             except PeerFailure:
-                self.start = replace(self.start, checkpoint=training.local_checkpoint())
+                if not client.position.is_mid_update:  # else it is of no step: what all have agreed on before is
+                    self.start = replace(self.start, checkpoint=training.local_checkpoint())
                 raise
             except Interrupted as stopped:
                 if rank == 0 and stopped.result is not None:
@@ -144,9 +145,13 @@ def agree(engine: Engine, start: ResumePoint, identity: dict[str, Any], task: Ta
     needed = {*task.initial, *task.state_units}
     held_at = [(position, {n for other, held in found if other == position for n in held}) for position, _ in found]
     newest = max([position for position, held in held_at if held >= needed], default=[-1, 0])
-    if newest[0] < 0 and max(position for position, _ in found)[0] >= 0:
-        return _from_file(engine, start, identity, task)
-    if newest[0] < 0 or all(entry == [newest, names] for entry in found):
+    if newest < max(position for position, _ in found):
+        saved = _from_file(engine, start, identity, task)
+        if saved is not None and [saved.progress.step, saved.progress.epoch] > newest:
+            return saved
+    if newest[0] < 0:
+        return None
+    if all(entry == [newest, names] for entry in found):
         return own
     everything = next(held for position, held in held_at if position == newest and held >= needed)
     parts, missing = [], set(everything)
