@@ -116,8 +116,8 @@ BREAKS = [
         "same bits",
         "running statistics are merged in another order of shards",
         "replicas/running_stats.py",
-        "for update in updates:",
-        "for update in reversed(updates):",
+        "for stats, calls in found:",
+        "for stats, calls in reversed(found):",
         "tests/replicas/test_buffers.py",
     ),
     Break(

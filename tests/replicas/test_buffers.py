@@ -271,3 +271,27 @@ def test_large_buffers_that_are_not_written_to_are_no_part_of_the_result(images)
 
     result = lockstep.train(model=Masked(), data=images, devices=2, **SETTINGS)
     assert result.buffers == {}, "what is not persistent is not part of the result"
+
+
+class Flags(nn.Module):
+    """Flags that every shard clears, that one of them sets, and that none touches."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        for name, value in (("cleared", True), ("set", False), ("left", True)):
+            self.register_buffer(name, torch.tensor(value))
+
+    def forward(self, X):
+        self.cleared.fill_(False)
+        self.set.logical_or_((X > 0.99).any())
+        return self.layer(X)
+
+
+def test_a_flag_is_true_if_it_is_in_any_shard():
+    X = torch.zeros(16, 4)
+    X[13] = 1.0
+    for shards, devices in ((1, 1), (4, 1), (4, 2), (4, 3)):
+        how = {"batch_size": 16, "epochs": 2, "shards": shards, "devices": devices, "quiet": True}
+        found = lockstep.train(model=Flags, data=(X, torch.arange(16) % 3), **how).buffers
+        assert {name: bool(value) for name, value in found.items()} == {"cleared": False, "set": True, "left": True}

@@ -112,6 +112,19 @@ def test_what_the_run_keeps_for_its_processes_has_no_name_and_no_port(tmp_path):
     theirs.close()
 
 
+def test_a_worker_whose_message_is_refused_does_not_wait_for_ever():
+    from lockstep.runtime.launch.private_store import MAX_BYTES, PrivateStore, WorkerStore
+
+    store = PrivateStore()
+    theirs = store.new_connection()
+    mine = theirs.dup()
+    store.serve(theirs)
+    with pytest.raises(RuntimeError, match="the supervisor is gone"):
+        WorkerStore(mine, 5.0).set("error/0", "x" * (MAX_BYTES + 1))
+    mine.close()
+    store.close()
+
+
 @contextlib.contextmanager
 def stranger(*arguments, prefix=(), log):
     """Somebody who tries `arguments` from now on, until the end of the block; what is printed goes to `log`."""

@@ -438,3 +438,24 @@ def test_a_shard_of_one_sample_is_too_small_for_batch_norm():
         pytest.raises(LockstepError, match=r"has one sample only, too few for batch norm .*batch_norm='sync'"),
     ):
         trainer.step((X[:8], Y[:8]))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_the_learning_rate_is_that_of_the_updates_and_not_of_the_passes(devices):
+    batch = torch.rand(16, 4), torch.arange(16) % 3
+
+    def after(num_dropped, how):
+        torch.manual_seed(0)
+        with lockstep.Trainer(nn.Linear(4, 3), lr=0.1, warmup=10, devices=devices, shards=2) as trainer:
+            for _ in range(num_dropped):
+                trainer.gradients(batch)
+                trainer.drop_gradients()
+            for _ in range(2):
+                if how == "step":
+                    trainer.step(batch)
+                else:
+                    trainer.gradients(batch)
+                    trainer.update()
+            return trainer.weights_sha256
+
+    assert len({after(dropped, how) for dropped in (0, 5) for how in ("step", "update")}) == 1

@@ -160,6 +160,11 @@ class BufferTracker:
         """Sets the buffer after the step, from its value in each shard; None where a shard did not change it."""
         is_number = self._start.is_floating_point() or self._start.is_complex()
         self._check_no_queue(values)
+        if self._start.dtype == torch.bool:
+            ends = [self._start if value is None else value for value in values]
+            self._start.copy_(torch.stack(ends).any(0))
+            self.restore()
+            return
         start = self._start if self._start.is_complex() else self._start.to(torch.float64 if is_number else torch.int64)
         merged, num_samples = start, 0
         for value, size in zip(values, sizes, strict=True):
@@ -170,5 +175,5 @@ class BufferTracker:
                 merged = torch.where(merged == end, merged, torch.lerp(merged, end, size / num_samples))
             else:
                 merged = merged + (end - start)
-        self._start.copy_(merged != 0 if self._start.dtype == torch.bool else merged)
+        self._start.copy_(merged)
         self.restore()

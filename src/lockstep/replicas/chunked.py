@@ -1,7 +1,7 @@
 """A replica of several stages of a network, an early one and a late one: each is a replica of its own."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 import numpy as np
 
@@ -64,6 +64,11 @@ class ChunkedReplica:
     def update(self, step: int, total: Tensor | None, batch: BatchSummary) -> None:
         for stage, replica in self._stages.items():
             replica.update(step, self._part_of(stage, total), self._batch_of(stage, batch))
+
+    def set_passes_without_update(self, number: int) -> None:
+        """How many of the steps so far were no updates."""
+        for replica in cast(Iterable[Any], self._stages.values()):  # of modules
+            replica.set_passes_without_update(number)
 
     def learning_rate(self, step: int) -> float | None:
         """That of one of the last steps, where it has one."""

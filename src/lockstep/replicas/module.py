@@ -187,6 +187,10 @@ class ModuleReplica:
         self._update.end()
         self._is_unfinished = False
 
+    def set_passes_without_update(self, number: int) -> None:
+        """How many of the steps so far were no updates: a learning rate is that of the updates."""
+        self._update.passes_without_update = number
+
     def learning_rate(self, step: int) -> float | None:
         """That of one of the last steps, where it has one."""
         return self._update.learning_rate(step)

@@ -49,6 +49,7 @@ class ModuleUpdate:
         self.on_gpu: GpuOptimizer | None = None
         # of the last steps: a scheduler of the user's has moved on when a step is looked at
         self._used_rates: deque[tuple[int, Any]] = deque(maxlen=KEPT_RATES)
+        self.passes_without_update = 0  # among the steps so far: those of a loop of the user's own count passes
 
     def use_device(self, device: torch.device, state: ReplicaState | None) -> None:
         """Continues from a state, and computes updates as the device does best."""
@@ -64,7 +65,7 @@ class ModuleUpdate:
         if self.scheduler is None and self.optimizer is not None:
             for group, rate in zip(self.optimizer.param_groups, self._learning_rates, strict=True):
                 if rate is not None:
-                    group["lr"] = rate * self._spec.lr_schedule.factor(step)
+                    group["lr"] = rate * self._spec.lr_schedule.factor(step - self.passes_without_update)
         if self.optimizer is not None:
             self._used_rates.append((step, self.optimizer.param_groups[0].get("lr")))
         if self.on_gpu is not None:

@@ -103,14 +103,17 @@ class RunningStats:
     def merge(self, updates: list[Tensor]) -> None:
         """Sets the statistics after the step, from the updates of all shards in shard order."""
         merged, counts, before = self._start, self._start_counts, self._start_counts[self._layer]
-        for update in updates:
-            stats, calls = update.split([len(self._values), len(self._counts)])
+        found = [update.split([len(self._values), len(self._counts)]) for update in updates]
+        if self._is_sync:  # all updates are equal, and a rank without shards needs them too
+            stats, calls = found[0]
+            self._values.copy_(stats)
+            self._counts.copy_(counts + calls)
+            return
+        for stats, calls in found:
             times, so_far = calls[self._layer], counts[self._layer]
             mean_of_all = (so_far * merged + (before + times) * stats) / (so_far + times).clamp(min=1)  # no momentum
             after = torch.where(self._is_cumulative, mean_of_all, merged * self._keep**times + stats)
             merged = torch.where(self._is_active, after, merged)
             counts = counts + calls
-        if self._is_sync:  # all updates are equal, and a rank without shards needs them too
-            merged, counts = stats, self._start_counts + calls
         self._values.copy_(merged)
         self._counts.copy_(counts)

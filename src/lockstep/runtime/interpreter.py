@@ -265,8 +265,6 @@ class Interpreter:
         self.rank.position.is_mid_update = True
         self._replica.update(self._work.step, self.total, self.summary())
 
-    # --- values ---
-
     def _in_vector(self, entries: range) -> range:
         """Entries of the whole model as entries of this rank's vector."""
         return range(entries.start - self._entries.start, entries.stop - self._entries.start)

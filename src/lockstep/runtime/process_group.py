@@ -20,6 +20,7 @@ from lockstep.core.device import Device
 from lockstep.core.errors import PeerFailure, first_line
 from lockstep.core.secret import proof_of
 from lockstep.runtime.lanes import GLOO, Lane, connect_gloo, connect_nccl, lanes_of, prepare_nccl, uses_nccl
+from lockstep.runtime.rank_errors import is_timeout
 from lockstep.runtime.store import Store
 from lockstep.runtime.transport import GroupKey
 from lockstep.schedules.instructions import CHANNELS, GRADIENTS, Schedule, lane_of
@@ -60,7 +61,7 @@ class ProcessGroup:
                 prepare_nccl(devices, address)
         except RuntimeError as problem:
             failure = PeerFailure(f"The ranks cannot reach each other: {first_line(problem)}.")
-            failure.timed_out = "time" in str(problem).lower()  # a time-out, or timed out
+            failure.timed_out = is_timeout(problem)
             raise failure from problem
         if secret is not None:
             self.timeout = min(timeout, proof_seconds or timeout)  # a stranger may say nothing at all
@@ -284,7 +285,7 @@ class ProcessGroup:
     def _failed(self, problem: RuntimeError) -> PeerFailure:
         self.close()
         failure = PeerFailure(first_line(problem))
-        failure.timed_out = "timed out" in str(problem).lower()
+        failure.timed_out = is_timeout(problem)
         return failure
 
 

@@ -1,5 +1,6 @@
 """What goes wrong on a rank: named by rank, device, phase and the user's source line."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -33,3 +34,12 @@ def out_of_memory_explained(to_error: Callable[[OutOfMemoryCause], Exception]) -
             raise
         cause = OutOfMemoryCause(problem)
     raise to_error(cause)
+
+
+def is_timeout(problem: RuntimeError) -> bool:
+    """Whether PyTorch's error is one of time: Gloo, NCCL and stores have no type of their own for it.
+
+    >>> [is_timeout(RuntimeError(text)) for text in ("Application timeout caused pair closure", "CUDA runtime error")]
+    [True, False]
+    """
+    return re.search(r"\btime(d |-| )?out", str(problem), re.IGNORECASE) is not None

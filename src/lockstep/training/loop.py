@@ -82,7 +82,7 @@ class Training:
                         yield from self._epoch(train_set, test_set)
                     except Rollback as back:
                         self.state.restore(back.checkpoint)
-                        self._reported_capture = 0.0
+                        self._reported_capture, self._weights = 0.0, None  # those of the epoch may have drifted
                         yield Incident("healed", str(back))
                 peaks, held = peaks_of(engine), self.state.replicas.num_bytes()
                 weights = task.whole(self._weights() if self._weights else self.state.replicas.weights())

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from torch import nn
 
@@ -126,6 +126,7 @@ class Trainer:
             raise ConfigError("There are gradients that no update has used. Call update() or drop_gradients() first.")
         with self._working("step"):
             found, progress = self._batches.batch(batch), self._state.progress
+            self._count_updates(progress.passes - progress.step)
             try:
                 future = self._state.steps.run(progress.passes + 1, found)
             except Unverified:
@@ -175,6 +176,7 @@ class Trainer:
             raise ConfigError("There are no gradients to update by. Call gradients(batch) first, or step(batch).")
         with self._working("update"):
             number = self._state.progress.step + 1
+            self._count_updates(0)
             self._engine.each("update", lambda rank, device, held: held.replica.update_held(number), self._held)
             self._held, self._state.progress.step = [], number
             self._compare_if_due()
@@ -285,6 +287,10 @@ class Trainer:
                 f"Trainer.{what} needs the whole model, and its update, on every device. Here they are split: use "
                 f"step, or split the data only (split='data', update='replicated', no slices)."
             )
+
+    def _count_updates(self, num_passes_without: int) -> None:
+        for replica in cast(list[Any], self._state.replicas.local):
+            replica.set_passes_without_update(num_passes_without)
 
     def _compare_if_due(self) -> None:
         every = self._config.check_every

@@ -82,6 +82,8 @@ class PrivateStore:
                 _send(end, answers[name](*arguments))
         except (OSError, *NO_MESSAGE):  # it was killed in the middle of a message
             return
+        finally:
+            end.close()  # a worker that still waits for an answer is told so
 
     def _find(self, key: str) -> str | None:
         with self._lock:

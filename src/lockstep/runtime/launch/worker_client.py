@@ -23,6 +23,7 @@ POLL_SECONDS = 0.05
 STORE_SECONDS = 30.0
 MAX_ATTEMPTS, PROOF_SECONDS = 10, 5.0  # to connect; for all to prove that they belong to the run
 ARRIVAL_SECONDS = 2.0  # for those who arrive after their own deadline, to say so
+MAX_CHARACTERS = 1 << 20  # of an error's message or trace
 NO_MEMORY = 12  # exit status of a worker whose memory ran out: it is not restarted
 
 
@@ -147,7 +148,7 @@ class WorkerClient:
 
     def report_error(self, sentence: str, exit_status: int, trace: str) -> None:
         """Tells the supervisor why this worker ends."""
-        said = {"sentence": sentence, "exit_status": exit_status, "trace": trace}
+        said = {"sentence": sentence[:MAX_CHARACTERS], "exit_status": exit_status, "trace": trace[-MAX_CHARACTERS:]}
         self._store.set(f"error/{self.worker}", json.dumps(said))
 
     def wait_for_next(self, generation: Generation) -> None:
