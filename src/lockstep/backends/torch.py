@@ -1,10 +1,8 @@
 """PyTorch on CPUs and NVIDIA GPUs; `torch_*.py` beside it have its session, graph capture and LeNet's kernels."""
 
-import os
-import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ from lockstep.backends.protocol import (
     Pieces,
 )
 from lockstep.backends.torch_capture import TorchGraphCapture
+from lockstep.backends.torch_compile import compiled
 from lockstep.backends.torch_events import CudaEvents
 from lockstep.backends.torch_gradient_pieces import GradientPieces
 from lockstep.backends.torch_gradient_vector import GradientVector, gaps_of, one
@@ -33,13 +32,10 @@ from lockstep.backends.torch_large_vectors import memory_for_result
 from lockstep.backends.torch_lenet_cpu import ConvReluPool2d
 from lockstep.backends.torch_lenet_gpu import ConvReluPool2dOnGPU, has_kernels
 from lockstep.backends.torch_session import CUDA_IN_USE, cuda_survives_fork, deterministic_session, start_thread
+from lockstep.backends.torch_strides import copy_with_strides
 from lockstep.core.device import Device, Hardware
 from lockstep.core.layout import Array, Layout
 from lockstep.core.tracing import SpanName, Timed, span
-
-MAX_COMPILED = 1000  # shapes of one function
-# A compiler's option: sums over rows and columns in a norm layer's backward pass go through memory together, for small
-FUSE_SMALL = "mix_order_reduction_non_strict_mode"  # shards, too. One by one, GPT-2's took 29 and 12 us on an H200.
 
 
 class TorchOps(Ops):
@@ -138,8 +134,7 @@ class TorchBackend(Backend):
         return CudaEvents(torch_device(device)) if device.kind == "cuda" else None
 
     def compile(self, function: Function) -> Function:
-        with _PREPARING:
-            return _compiled(function)
+        return compiled(function)
 
     # --- tensors ---
 
@@ -185,7 +180,9 @@ class TorchBackend(Backend):
             value.record_stream(torch.cuda.current_stream(value.device))
 
     def copy_activation(self, value: Any, device: Device) -> Any:
-        return self.copy_to(value, device).requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+        if not isinstance(value, Tensor):
+            return value
+        return copy_with_strides(value, torch_device(device)).requires_grad_(value.requires_grad)
 
     def concat_units(self, tensors: list[Tensor]) -> Tensor:
         return torch.cat(tensors, 1)
@@ -255,36 +252,6 @@ def plain_errors(kind: str) -> Iterator[None]:
             f"{operation} has no deterministic mode in PyTorch on {kind}, so the weights would differ from run to run. "
             "Use another operation instead."
         ).with_traceback(problem.__traceback__) from None
-
-
-_PREPARING = threading.Lock()  # threads of several ranks would import PyTorch's compiler at the same time
-
-
-@cache  # one for all replicas
-def _compiled(function: Any) -> Any:
-    # without worker processes: with them compiling took as long, and the program waited for them at its end
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    import torch._dynamo.config as limits  # slow to import
-    import torch._functorch.config as functorch
-    import torch._inductor.config as inductor
-
-    # no autotuning: another process could choose another kernel, with other bits
-    options: dict[str, Any] = {"deterministic": True}
-    if hasattr(inductor.triton, FUSE_SMALL):
-        options[f"triton.{FUSE_SMALL}"] = True
-    compiled = torch.compile(function, dynamic=False, options=options)
-    is_prepared = threading.local()
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not hasattr(is_prepared, "value"):  # settings belong to a thread
-            # beyond these limits torch.compile falls back to eager, with other bits
-            limits.recompile_limit = limits.accumulated_recompile_limit = MAX_COMPILED
-            # the backward pass is compiled together with the forward pass, while no other rank draws random numbers
-            functorch.force_non_lazy_backward_lowering = True
-            is_prepared.value = True
-        return compiled(*args, **kwargs)
-
-    return call
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.backends.torch_strides import copy_with_strides
+
 Form = Any  # the number of a tensor, or a dict with one entry: the kind, and what it is made of
 PLAIN = (type(None), bool, int, float, str)
 SEQUENCES: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "list": list, "size": torch.Size}
@@ -77,6 +79,18 @@ def put_together(tensors: list[Any], form: Form, device: torch.device) -> Any:
         case _:
             name, entries = inner
             return getattr(torch.return_types, name)([put_together(tensors, entry, device) for entry in entries])
+
+
+class Copied(torch.autograd.Function):
+    """A copy with the strides of the tensor itself, where it has gaps in memory, too."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return copy_with_strides(tensor, tensor.device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 def sharing_memory(tensors: list[Tensor]) -> list[int]:

@@ -137,12 +137,13 @@ class ModuleReplica:
             try:
                 with span(SpanName.FORWARD):
                     loss = self._losses.of(self._own, shard)
+                updates = self._buffers.updates()  # before a checkpointed forward pass is computed again
             finally:
                 self._is_computing = False
                 self._lent.take_back()  # its own loss may have asked for it
             with span(SpanName.BACKWARD):
                 gradients, vector = self._gradients.of(loss.total, shard.on_ready)
-        return self._leaf(loss, gradients, vector, self._own)
+        return self._leaf(loss, gradients, vector, self._own, updates)
 
     def _leaf(
         self,

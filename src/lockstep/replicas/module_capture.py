@@ -93,11 +93,12 @@ class CapturableModuleReplica(ModuleReplica, Capturable):
             clone.buffers.start_shard()
             with span(SpanName.FORWARD):
                 loss = self._captured_forward(clone, shard)
+            updates = clone.buffers.updates()
             with span(SpanName.BACKWARD):
                 gradients, vector = self._gradients.captured(loss.total, clone.edges)
         if loss.weight is not None:
             raise CaptureError("the loss has weights of its own")
-        leaf = self._leaf(loss, gradients, vector, clone)
+        leaf = self._leaf(loss, gradients, vector, clone, updates)
         if changed := next(filter(None, leaf.buffers), ""):  # "" are running statistics
             raise CaptureError(f"the model changes its buffer {changed}")
         return leaf

@@ -40,6 +40,13 @@ def put_in_eval_mode(module: nn.Module, names: list[str]) -> None:
         module.get_submodule(name).training = False
 
 
+def put_in_mode(module: nn.Module, is_training: bool, in_eval_mode: list[str]) -> None:
+    """As a replica is before it is trained, or evaluated."""
+    module.train(is_training)
+    if is_training:
+        put_in_eval_mode(module, in_eval_mode)
+
+
 def load(module: nn.Module, weights: dict[str, Array]) -> None:
     """Copies arrays into the module's parameters and buffers."""
     named = dict([*module.named_parameters(), *module.named_buffers()])

@@ -6,7 +6,7 @@ from torch import nn
 from lockstep.partition.placement import Part
 from lockstep.replicas.module_state import copy_of
 from lockstep.replicas.sliced_layers import slice_layers
-from lockstep.replicas.stages import StageModule
+from lockstep.replicas.stage_module import StageModule
 from lockstep.replicas.train_spec import TrainSpec
 
 

@@ -17,7 +17,7 @@ from lockstep.core.tracing import SpanName, span
 from lockstep.models.losses import LossSum
 from lockstep.replicas import module_state
 from lockstep.replicas.buffers import BufferUpdates
-from lockstep.replicas.crossing import Form, flattened, put_together, sharing_memory, with_memory_of
+from lockstep.replicas.crossing import Copied, Form, flattened, put_together, sharing_memory, with_memory_of
 from lockstep.replicas.module import ModuleReplica
 from lockstep.replicas.replica import AllGatherTensors, Cut, Leaf, Measured, Shard
 from lockstep.replicas.sliced_layers import SliceContext
@@ -29,7 +29,7 @@ class Arrived:
     def __init__(self, value: Tensor) -> None:
         self.gradients, self._taken = list[Tensor | None](), list[Tensor]()
         # a copy: the stage may write to it in place. The gradient is taken as it flows, in the strides that it has
-        self.value = value.detach().requires_grad_(value.requires_grad).clone()
+        self.value = Copied.apply(value.detach().requires_grad_(value.requires_grad))
         self._version = self.value._version
         if value.requires_grad:
             self.value.register_hook(self._taken.append)  # a method of this object's own would keep both alive for ever

@@ -179,9 +179,7 @@ class ShardLoss:
 
     def autocast(self) -> torch.autocast:
         """The run's precision."""
-        # no cache: it belongs to the whole process, so its content would depend on the other ranks
-        is_bf16 = self._spec.precision == "bf16"
-        return torch.autocast(self._device.type, torch.bfloat16, enabled=is_bf16, cache_enabled=False)
+        return self._spec.autocast()
 
 
 def check_depends_on_parameters(loss: Tensor) -> None:

@@ -28,10 +28,22 @@ class LayerTracer(fx.Tracer):
 
     proxy_buffer_attributes = True
 
-    def __init__(self, opened: Iterable[str]) -> None:
+    def __init__(self, opened: Iterable[str], X: Any = None) -> None:
+        """X are samples: inputs that they do not give have their defaults. None: all are given."""
         super().__init__()
-        self._opened, self._path, self._settings = set(opened), [""], settings_of_thread()
+        self._opened, self._path, self._settings, self._X = set(opened), [""], settings_of_thread(), X
         self.paths: dict[str, str] = {}  # by node: the module whose forward method it is in, or that it calls
+
+    def create_args_for_root(self, *args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
+        function, found = super().create_args_for_root(*args, **kwargs)
+        num_given = len(self._X) if isinstance(self._X, (tuple, list)) else 1
+        for number, proxy in enumerate(found[1:] if self._X is not None else []):
+            name = str(proxy.node.target)
+            is_given = name in self._X if isinstance(self._X, dict) else number < num_given
+            if not is_given and proxy.node.args:  # a proxy would not be None, nor True or False
+                found[1 + number] = proxy.node.args[0]
+                self.graph.erase_node(proxy.node)
+        return function, found
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         name = self.path_of_module(m)
@@ -57,14 +69,14 @@ class LayerTracer(fx.Tracer):
         return module_qualified_name not in self._opened and type(m) is not nn.Sequential
 
 
-def traced(module: nn.Module, opened: Iterable[str]) -> fx.Graph:
-    """The graph of a module, as it is: in training mode or in eval mode."""
-    return traced_with_paths(module, opened)[0]
+def traced(module: nn.Module, opened: Iterable[str], X: Any = None) -> fx.Graph:
+    """The graph of a module for samples like X, as it is: in training mode or in eval mode."""
+    return traced_with_paths(module, opened, X)[0]
 
 
-def traced_with_paths(module: nn.Module, opened: Iterable[str]) -> tuple[fx.Graph, dict[str, str]]:
+def traced_with_paths(module: nn.Module, opened: Iterable[str], X: Any = None) -> tuple[fx.Graph, dict[str, str]]:
     """The same, and for each node the module that it belongs to."""
-    tracer, kept = LayerTracer(opened), Kept(module)
+    tracer, kept = LayerTracer(opened, X), Kept(module)
     try:
         own = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
         check_hooks(module, "", *own)

@@ -1,17 +1,17 @@
-"""A module in stages: where it is cut, and the module of each stage."""
+"""A module in stages: where it is cut."""
 
 import copy
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 
 from lockstep.partition.chain import Chain, NamedChain
 from lockstep.partition.stages import choose_stages, there_and_back
-from lockstep.replicas.module_state import without_numbers
+from lockstep.replicas.module_state import modules_in_eval_mode, put_in_mode, without_numbers
 from lockstep.replicas.stage_graph import (
     FLOPS_PER_ENTRY,
     CannotCut,
@@ -26,6 +26,7 @@ from lockstep.replicas.stage_graph import (
     traced,
     traced_with_paths,
 )
+from lockstep.replicas.stage_module import CutModule
 
 MIN_PARAMETERS = 1_000_000  # of a network whose memory is shared out: less is little for any device
 NUM_TRIED = 2  # samples that shapes are found with
@@ -54,8 +55,8 @@ def find_stages(module: nn.Module, num_places: int, names: Sequence[str] | None,
         _check_cut(module, list(names), X)
         places = tuple(range(num_places)) if len(names) < num_places else there_and_back(num_places)
         return FoundStages(list(names), places)
-    module = without_numbers(module)
-    graph = _chain(module, num_places)
+    module = _for_training(module)
+    graph = _chain(module, num_places, X)
     calls = layer_calls(graph)
     costs, crossings = _costs(module, graph, X)
     memory = [float(sum(p.numel() for p in module.get_submodule(str(call.target)).parameters())) for call in calls]
@@ -72,8 +73,8 @@ def chain_of(module: nn.Module, samples: Callable[[], Any], num_places: int) -> 
 
     Costs are for a sample, by shapes only: all ranks find the same.
     """
-    module, X = without_numbers(module), samples()
-    graph = _chain(module, num_places)
+    module, X = _for_training(module), samples()
+    graph = _chain(module, num_places, X)
     names = [str(call.target) for call in layer_calls(graph)]
     costs, crossings = _costs(module, graph, X)
     try:
@@ -92,17 +93,26 @@ def chain_of(module: nn.Module, samples: Callable[[], Any], num_places: int) -> 
     )  # fmt: skip
 
 
-def _chain(module: nn.Module, num_places: int) -> fx.Graph:
+def _for_training(module: nn.Module) -> nn.Module:
+    """A copy with shapes only, in training mode."""
+    copied = without_numbers(module)
+    put_in_mode(copied, True, modules_in_eval_mode(module))
+    return copied
+
+
+def _chain(module: nn.Module, num_places: int, X: Any) -> fx.Graph:
     """The graph of a module with enough layer calls for so many devices: blocks are opened where there are few."""
     opened = set[str]()
-    graph = traced(module, opened)
+    graph = traced(module, opened, X)
     while len(layer_calls(graph)) < MIN_LAYERS_PER_STAGE * num_places:
         inner = {str(node.target) for node in layer_calls(graph) if _is_block(module.get_submodule(str(node.target)))}
         try:
-            deeper = traced(module, opened | inner) if inner else graph
+            deeper = traced(module, opened | inner, X) if inner else graph
+            with torch.no_grad():  # in eval mode they may be other ones
+                traced(copy.deepcopy(module).eval(), opened | inner, X)
         except CannotCut:
             break
-        if deeper is graph or len(layer_calls(deeper)) == len(layer_calls(graph)):
+        if deeper is graph or len(layer_calls(deeper)) <= len(layer_calls(graph)):
             break
         graph, opened = deeper, opened | inner
     if not layer_calls(graph):
@@ -115,8 +125,8 @@ def _chain(module: nn.Module, num_places: int) -> fx.Graph:
 
 def _check_cut(module: nn.Module, starts: list[str], X: Any) -> None:
     """Whether it works."""
-    module = without_numbers(module)
-    graph, stages = _graphs(module, starts)
+    module = _for_training(module)
+    graph, stages = _graphs(module, starts, X)
     check_crossing(module, graph, stages, _positional(graph, X))
 
 
@@ -159,12 +169,12 @@ def _positional(graph: fx.Graph, X: Any) -> list[Any]:
     return [empty(part) for part in (X if isinstance(X, (tuple, list)) else [X])]
 
 
-def _graphs(module: nn.Module, starts: list[str]) -> tuple[fx.Graph, dict[fx.Node, int]]:
+def _graphs(module: nn.Module, starts: list[str], X: Any) -> tuple[fx.Graph, dict[fx.Node, int]]:
     """The graph of the module as it is, with the stage of each node."""
     opened, more = {ancestor for name in starts for ancestor in ancestors(name)}, set[str]()
     while True:
         try:
-            graph, paths = traced_with_paths(module, opened)
+            graph, paths = traced_with_paths(module, opened, X)
         except CannotCut as problem:
             if not more:
                 raise
@@ -179,24 +189,17 @@ def _graphs(module: nn.Module, starts: list[str]) -> tuple[fx.Graph, dict[fx.Nod
         opened |= more  # their weights become values, which can cross a cut
 
 
-class CutModule(NamedTuple):
-    """A module that was cut: what each stage computes and holds. Plain data, made once for all ranks."""
-
-    graphs: dict[tuple[int, bool], fx.Graph]  # of each stage, in training and in eval mode
-    names: list[list[str]]  # of the layers, parameters and buffers of each stage
-
-
-def cut_module(module: nn.Module, starts: Sequence[str]) -> CutModule:
-    """Cuts a module before these layers. Tracing is not made for several threads: it is done once, by one."""
+def cut_module(module: nn.Module, starts: Sequence[str], X: Any = None) -> CutModule:
+    """Cuts a module before these layers, for samples like X. Tracing is not made for several threads: one does it."""
+    in_eval_mode = modules_in_eval_mode(module)
     module = copy.deepcopy(module)
     num_stages, held = len(starts) + 1, dict[str, set[int]]()
-    modes = {part: part.training for part in module.modules()}
-    graphs = {}
+    graphs, modes = {}, {}
     for is_training in (True, False):
-        for part, mode in modes.items():
-            part.training = mode and is_training
+        put_in_mode(module, is_training, in_eval_mode)
+        modes[is_training] = {name: part.training for name, part in module.named_modules()}
         with nullcontext() if is_training else torch.no_grad():  # as it is evaluated
-            graph, stages = _graphs(module, list(starts))
+            graph, stages = _graphs(module, list(starts), X)
         for stage in range(num_stages):
             graphs[stage, is_training] = stage_graph(graph, stages, stage, num_stages)
         for node, number in stages.items():
@@ -204,7 +207,7 @@ def cut_module(module: nn.Module, starts: Sequence[str]) -> CutModule:
                 held.setdefault(str(node.target), set()).add(number)
     names = [[name for name, numbers in held.items() if stage in numbers] for stage in range(num_stages)]
     names[-1] += _unused(module, held)
-    return CutModule(graphs, names)
+    return CutModule(graphs, names, modes)
 
 
 def check_not_shared(cut: CutModule, sliced: Collection[str]) -> None:
@@ -216,32 +219,6 @@ def check_not_shared(cut: CutModule, sliced: Collection[str]) -> None:
                     f"The layer of {node.target} is called in two stages, and is in slices (--slices): it cannot be in "
                     f"both. Name cut points that leave its calls in one stage (stages=[...]), or leave --slices out."
                 )
-
-
-class StageModule(nn.Module):
-    """One stage of a module, with the layers' own names. It is called with what crosses the cut before it."""
-
-    def __init__(self, module: nn.Module, cut: CutModule, stage: int) -> None:
-        """Takes the layers of `module`, which is a copy of the rank's own."""
-        super().__init__()
-        self.training = module.training
-        _move(module, self, cut.names[stage])
-        self._forwards = {mode: _function_of(cut.graphs[stage, mode]) for mode in (True, False)}
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The last stage's output, or a tuple of what the next stage needs."""
-        return self._forwards[self.training](self, *args, **kwargs)
-
-
-def _function_of(graph: fx.Graph) -> Callable[..., Any]:
-    """What a graph computes, as a function of the module that has its layers, parameters and buffers.
-
-    An `fx.GraphModule` would have references of its own to buffers: another device's, once the stage has moved.
-    """
-    code = graph.python_code("self")
-    names = dict(code.globals)
-    exec(compile(code.src, "<a stage>", "exec"), names)
-    return cast(Callable[..., Any], names["forward"])
 
 
 def _unused(module: nn.Module, held: Collection[str]) -> list[str]:
@@ -257,24 +234,3 @@ def _unused(module: nn.Module, held: Collection[str]) -> list[str]:
 
     named = [name for name, _ in [*module.named_parameters(), *module.named_buffers()] if not is_held(name)]
     return list(dict.fromkeys(map(unit, named)))
-
-
-def _move(source: nn.Module, target: nn.Module, names: list[str]) -> None:
-    """Gives `target` the layers, parameters and buffers of `source` with these names, under the same names."""
-    for name in sorted(names, key=lambda name: name.count(".")):
-        *path, last = name.split(".")
-        ours, theirs = target, source
-        for part in path:
-            theirs = getattr(theirs, part)
-            if part not in ours._modules:
-                ours.add_module(part, nn.Module())
-            ours = ours._modules[part]
-        if last in theirs._modules:
-            ours.add_module(last, theirs._modules[last])
-        elif last in theirs._parameters:
-            ours.register_parameter(last, theirs._parameters[last])
-        elif last in theirs._buffers:
-            persistent = last not in theirs._non_persistent_buffers_set
-            ours.register_buffer(last, theirs._buffers[last], persistent)
-        else:  # a tensor that is none of these
-            setattr(ours, last, getattr(theirs, last))

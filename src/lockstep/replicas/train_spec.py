@@ -10,7 +10,7 @@ from torch import nn
 from lockstep.models.losses import PerSample
 from lockstep.optim.lr_schedule import LRSchedule
 from lockstep.optim.torch_optimizers import MakeOptimizer
-from lockstep.replicas.stages import CutModule
+from lockstep.replicas.stage_module import CutModule
 
 
 @dataclass
@@ -37,6 +37,7 @@ class TrainSpec:
     keeps_outputs: bool = False  # of evaluated samples, for metrics that are no means
     ema: float | None = None  # the decay of a moving average of the weights
     precision: str = "fp32"
+    device_kind: str = "cpu"
     channels_last: bool = False  # memory format of images and of convolution kernels
     compiled_sizes: frozenset[int] = frozenset()  # shards with so many samples are compiled; others are not worth it
     num_slices: int = 0  # of a layer's output units; 0: layers are not sliced
@@ -49,6 +50,11 @@ class TrainSpec:
     def without_values(self, name: str) -> nn.Parameter:
         """A parameter's shape, for a rank that does not update it."""
         return nn.Parameter(torch.empty(self.shapes[name], device="meta"))
+
+    def autocast(self) -> torch.autocast:
+        """The run's precision."""
+        # no cache: it belongs to the whole process, so its content would depend on the other ranks
+        return torch.autocast(self.device_kind, torch.bfloat16, enabled=self.precision == "bf16", cache_enabled=False)
 
     @property
     def compiles(self) -> bool:

@@ -90,6 +90,12 @@ class Kept:
 
     def __init__(self, module: nn.Module) -> None:
         self._parts = [(name, part, dict(vars(part)), dict(part._buffers)) for name, part in module.named_modules()]
+        self._inside = [
+            (f"{prefix}.{name}" if prefix else name, value, value.copy())
+            for prefix, part, before, _ in self._parts
+            for name, value in before.items()
+            if name not in _OF_EVERY_MODULE and type(value) in (dict, list, set)
+        ]
         self._params = [(name, param, param._version) for name, param in module.named_parameters()]
 
     def check_unchanged(self) -> None:
@@ -103,12 +109,26 @@ class Kept:
                     path = f"{prefix}.{name}" if prefix else name
                     raise ValueError(f"it changes its attribute {path}, which stages would not: make it a buffer")
 
+        for path, now, before in self._inside:
+            if _entries(now) != _entries(before):
+                raise ValueError(f"it changes its attribute {path}, which stages would not: make it a buffer")
+
     def restore(self) -> None:
         """Puts attributes and buffers back."""
+        for _, now, before in self._inside:
+            now.clear()
+            now.extend(before) if isinstance(now, list) else now.update(before)
         for _, part, before, buffers in self._parts:
             vars(part).clear()
             vars(part).update(before)
             part._buffers = buffers
+
+
+def _entries(container: Any) -> Any:
+    """What a dict, list or set holds, to compare by: the objects themselves."""
+    if isinstance(container, dict):
+        return {key: id(value) for key, value in container.items()}
+    return [id(value) for value in container] if isinstance(container, list) else {id(value) for value in container}
 
 
 def _differs(before: Any, after: Any) -> bool:

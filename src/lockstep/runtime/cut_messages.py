@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.backends.torch_strides import dense, with_strides
 from lockstep.core.errors import PeerFailure
 from lockstep.core.serialization import CorruptData, unpack
 from lockstep.replicas.replica import Cut
@@ -21,7 +22,7 @@ def cut_to_plain(cut: Cut) -> tuple[dict[str, Any], list[Tensor]]:
     for value in cut.values:
         if isinstance(value, Tensor):
             metas.append(_meta(value))
-            tensors.append(_dense(value.detach()))
+            tensors.append(dense(value.detach()))
             values.append({"$tensor": len(metas) - 1})
         else:
             values.append({"$plain": value})
@@ -35,7 +36,7 @@ def cut_from_plain(plain: dict[str, Any], tensors: list[Tensor]) -> Cut:
     for value in plain["values"]:
         if "$tensor" in value:
             number = value["$tensor"]
-            values.append(_with_strides(plain["tensors"][number], tensors[number]))
+            values.append(_with_meta(plain["tensors"][number], tensors[number]))
         else:
             values.append(value["$plain"])
     return Cut(values, plain["random"], plain["form"], plain["sharing"])
@@ -51,14 +52,14 @@ def empty_for(meta: dict[str, Any], device: torch.device) -> Tensor:
 
 def tensor_to_plain(tensor: Tensor) -> dict[str, Any]:
     """A tensor of any dtype as plain values and bytes."""
-    octets = _dense(tensor.detach()).cpu().view(torch.uint8).numpy()
+    octets = dense(tensor.detach()).cpu().view(torch.uint8).numpy()
     return {**_meta(tensor), "bytes": octets}
 
 
 def tensor_from_plain(plain: dict[str, Any], device: torch.device) -> Tensor:
     """The tensor again, on `device`."""
-    dense = torch.from_numpy(plain["bytes"].copy()).view(getattr(torch, plain["dtype"]))
-    return _with_strides(plain, dense.to(device))
+    octets = torch.from_numpy(plain["bytes"].copy()).view(getattr(torch, plain["dtype"]))
+    return _with_meta(plain, octets.to(device))
 
 
 def _meta(tensor: Tensor) -> dict[str, Any]:
@@ -71,20 +72,8 @@ def _meta(tensor: Tensor) -> dict[str, Any]:
     }
 
 
-def _dense(tensor: Tensor) -> Tensor:
-    """Its entries as a vector, those of expanded dimensions once."""
-    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if stride == 0 and size > 1:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor.contiguous().view(-1)
-
-
-def _with_strides(meta: dict[str, Any], dense: Tensor) -> Tensor:
-    shape, strides = meta["shape"], meta["strides"]
-    once = [size if stride else 1 for size, stride in zip(shape, strides, strict=True)]
-    found = torch.empty_strided(once, [stride or 1 for stride in strides], dtype=dense.dtype, device=dense.device)
-    found.copy_(dense.view(once))
-    return found.as_strided(shape, strides).requires_grad_(meta["grad"])
+def _with_meta(meta: dict[str, Any], found: Tensor) -> Tensor:
+    return with_strides(found, meta["shape"], meta["strides"]).requires_grad_(meta["grad"])
 
 
 def unpacked_messages(packed: Sequence[bytes]) -> list[Any]:

@@ -15,6 +15,7 @@ from lockstep.replicas.module_update import check_can_be_shared
 from lockstep.replicas.part_replica import PartModuleReplica
 from lockstep.replicas.replica import Replica, ReplicaState
 from lockstep.replicas.sliced_layers import KINDS, slices_of
+from lockstep.replicas.stage_check import check_stages
 from lockstep.replicas.stages import check_not_shared, cut_module, find_stages
 from lockstep.replicas.train_spec import TrainSpec
 from lockstep.replicas.weight_reads import layers_in_one_piece
@@ -50,9 +51,12 @@ def split_module(config: RunConfig, grid: Grid, spec: TrainSpec, samples: Callab
     if grid.network == 1:
         return SplitModule(spec, (0,), whole, sliced)
     wanted = None if config.stages is None else [name.strip() for name in config.stages.split(",")]
-    starts, places = find_stages(spec.module, grid.network, wanted, samples())
-    cut = cut_module(spec.module, starts)
-    check_not_shared(cut, found)
+    X = samples()
+    with spec.autocast():
+        starts, places = find_stages(spec.module, grid.network, wanted, X)
+        cut = cut_module(spec.module, starts, X)
+        check_not_shared(cut, found)
+        check_stages(spec.module, cut, X)
     return SplitModule(replace(spec, cut=cut), places, whole, sliced, notes_on_stages(config, grid, starts, places))
 
 

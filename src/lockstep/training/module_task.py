@@ -132,6 +132,7 @@ def train_spec(
         loss_over_batch=config.loss_over == "batch",
         ema=config.ema,
         precision=config.precision,
+        device_kind=devices[0].kind,
         channels_last=wants_channels_last(module, devices[0], config.precision),
         names=tuple(name for name, param in module.named_parameters() if param.requires_grad),
         compiled_sizes=compiled_sizes if config.compile else frozenset(),

@@ -63,6 +63,9 @@ def made_module(model: Any, data: Dataset | None, seed: int) -> nn.Module:
             raise ConfigError(f"{name} has no shape yet (a lazy layer). Run one sample through the module first.")
         if tensor.is_meta:
             raise ConfigError(f"{name} is on the device meta, and has no values. Make the module on the CPU.")
+        if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+            hint = "Use clip_norm= or the optimizer for what it does, or a Trainer: gradients, apply, update"
+            raise ConfigError(f"{name} has a hook (register_hook), which copies on devices would not have. {hint}.")
         if isinstance(tensor, nn.Parameter) and tensor.requires_grad and tensor.dtype != torch.float32:
             hint = "Lockstep trains float32 parameters: use module.float(); for bfloat16 arithmetic, precision='bf16'"
             raise ConfigError(f"The parameter {name} is {tensor.dtype}. {hint}.")
