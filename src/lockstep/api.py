@@ -31,6 +31,7 @@ from lockstep.partition.balance import Balance
 from lockstep.partition.batch import even_ranges
 from lockstep.replicas.flat import FlatReplica, FlatTrainSpec
 from lockstep.report.events import Result as Result
+from lockstep.report.events import TrainedParams
 from lockstep.runtime.allreduce import allreduce_in_place
 from lockstep.runtime.inprocess import InProcess
 from lockstep.runtime.step import StepOptions, train_step
@@ -82,10 +83,11 @@ def devices(wanted: int | str | list[str] | None = None, backend: str = DEFAULT_
     return devices_for(load_backend(backend), wanted)
 
 
-def get_params(params: Iterable[Tensor], device: str) -> list[Tensor]:
+def get_params(params: Iterable[Tensor], device: str, backend: str | None = None) -> list[Tensor]:
     """A copy of the parameters on `device`, ready to get gradients. Always a copy, also on the same device.
 
-    `params` is a list of tensors, or anything that yields them, like `module.parameters()`.
+    `params` is a list of tensors, or anything that yields them, like `module.parameters()`, or `result.params`. The
+    copy is in their own framework, that of `result.params` in the run's; `backend="jax"` names another.
 
     >>> import numpy
     >>> params = [numpy.zeros(2)]
@@ -93,12 +95,17 @@ def get_params(params: Iterable[Tensor], device: str) -> list[Tensor]:
     >>> replica[0] is params[0]
     False
     """
+    if backend is None and isinstance(params, TrainedParams):
+        backend = params.backend
     params = list(params.values() if isinstance(params, Mapping) else params)
     if not params:
         raise ConfigError("get_params got no parameters. Give it a list of tensors.")
-    backend = backend_of_all(params)
-    (found,) = named_devices(backend, [device])
-    return [backend.with_gradient(backend.copy_to(param, found)) for param in params]
+    own = backend_of_all(params)
+    wanted = own if backend is None else load_backend(backend)
+    (found,) = named_devices(wanted, [device])
+    if wanted is not own:
+        params = [wanted.from_numpy(own.to_numpy(param), found) for param in params]
+    return [wanted.with_gradient(wanted.copy_to(param, found)) for param in params]
 
 
 def allreduce(data: list[Tensor], exchange: str = "sharded") -> list[Tensor]:

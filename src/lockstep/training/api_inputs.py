@@ -9,6 +9,7 @@ from lockstep.core.device import Device
 from lockstep.core.errors import ConfigError
 from lockstep.core.layout import Layout, sha256_of
 from lockstep.data.batch import Batch
+from lockstep.models.lenet import check_one_framework
 from lockstep.runtime.inprocess import InProcess
 
 COPIES = "[get_params(params, device) for device in devices]"
@@ -39,6 +40,7 @@ def check_replicas(X: Tensor, device_params: list[list[Tensor]], devices: Sequen
     if len(device_params) != len(devices) or not all(isinstance(params, list) for params in device_params):
         raise ConfigError(f"The parameters must be one list for each of the {len(devices)} devices: {COPIES}.")
     all_params = [param for params in device_params for param in params]
+    check_one_framework(X, all_params)
     backend = backend_of_all([X, *all_params])
     for number, param in enumerate(all_params):
         if "float32" not in str(param.dtype):
