@@ -388,6 +388,33 @@ def test_every_test_sample_is_counted_once_on_any_number_of_devices(few):
         assert accuracy == (1037 - len(wrong)) / 1037
 
 
+def test_evaluate_accuracy_takes_the_texts_iterator_and_counts_every_sample_once():
+    _, test_iter = lockstep.load_data_fashion_mnist(128, data="fashion-mnist-mini")
+    params = [40 * param for param in start_params()]
+    X, y = (torch.cat(parts) for parts in zip(*test_iter, strict=True))
+    assert len(X) == 500  # the last batch has other samples than the others
+    expected = lockstep.evaluate_accuracy(X, y, [lockstep.get_params(params, "cpu:0")], ["cpu:0"])
+    assert expected == (lockstep.lenet(X, params).argmax(1) == y).sum().item() / 500
+    for k in (1, 2, 3):
+        devices = [f"cpu:{i}" for i in range(k)]
+        device_params = [lockstep.get_params(params, device) for device in devices]
+        assert lockstep.evaluate_accuracy(test_iter, device_params, devices) == expected
+        assert lockstep.evaluate_accuracy(iter(test_iter), device_params=device_params, devices=devices) == expected
+        assert lockstep.evaluate_accuracy(X=X, y=y, device_params=device_params, devices=devices) == expected
+
+
+def test_evaluate_accuracy_refuses_wrong_arguments():
+    X, y, replicas = torch.rand(4, 1, 28, 28), torch.arange(4), replicas_on(TWO)
+    with pytest.raises(ConfigError, match=r"samples without labels. Call evaluate_accuracy\(X, y, device_params"):
+        lockstep.evaluate_accuracy(X, replicas, TWO)
+    with pytest.raises(ConfigError, match="iterator yields no batches"):
+        lockstep.evaluate_accuracy([], replicas, TWO)
+    with pytest.raises(ConfigError, match=r"iterator yields Tensor, not pairs"):
+        lockstep.evaluate_accuracy([X], replicas, TWO)
+    with pytest.raises(ConfigError, match="must be lists, one entry for each device"):
+        lockstep.evaluate_accuracy([(X, y)], replicas)
+
+
 def test_a_net_need_not_be_hashable():
     class Net:
         __hash__ = None

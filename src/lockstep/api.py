@@ -17,7 +17,15 @@ from lockstep.analysis.explain import explain as explain
 from lockstep.analysis.plan import Plan as Plan
 from lockstep.analysis.python_api import plan as plan
 from lockstep.attribution.waterfall import Explanation as Explanation
-from lockstep.backends import DEFAULT_BACKEND, Tensor, backend_of_all, devices_for, load_backend, named_devices
+from lockstep.backends import (
+    DEFAULT_BACKEND,
+    Tensor,
+    backend_of,
+    backend_of_all,
+    devices_for,
+    load_backend,
+    named_devices,
+)
 from lockstep.config import RunConfig, check_ranks
 from lockstep.core.device import Device
 from lockstep.core.errors import ConfigError, RunError
@@ -41,6 +49,7 @@ from lockstep.training.api_inputs import (
     batch_of,
     check_replicas,
     flat_replicas,
+    labelled_batches,
     layout_of_params,
 )
 from lockstep.training.callbacks import RunState as RunState
@@ -199,9 +208,12 @@ def train_batch(
 
 
 def evaluate_accuracy(
-    X: Tensor, y: Tensor, device_params: list[list[Tensor]], devices: Sequence[str], *, net: Forward = lenet
+    X: Any, y: Any = None, device_params: Any = None, devices: Any = None, *, net: Forward = lenet
 ) -> float:
     """The share of samples that `net` classifies correctly. All devices work, each sample is counted once.
+
+    `evaluate_accuracy(X, y, device_params, devices)`, or with an iterator over batches (X, y), like the text's:
+    `evaluate_accuracy(test_iter, device_params, devices)`.
 
     >>> import numpy
     >>> two = ["cpu:0", "cpu:1"]
@@ -209,14 +221,15 @@ def evaluate_accuracy(
     >>> evaluate_accuracy(X, y, [get_params(init_lenet(seed=0), device) for device in two], two)
     0.1
     """
-    backend = backend_of_batch(X, y)
-    y = as_labels(backend, y)
-    found = check_replicas(X, device_params, devices)
-    layout = layout_of_params(device_params[0])
+    if devices is None:  # evaluate_accuracy(test_iter, device_params, devices)
+        y, device_params, devices = None, y, device_params
+    first, pairs = labelled_batches(X, y)
+    found = check_replicas(first, device_params, devices)
+    backend, layout = backend_of(first), layout_of_params(device_params[0])
     with InProcess(backend, found) as engine:
         spec = FlatTrainSpec(backend, _forward(net), layout, Sgd(1.0))
         replicas = [FlatReplica(spec, flat) for flat in flat_replicas(engine, layout, device_params)]
-        batches = [batch_of(backend, X, y, found)]
+        batches = (batch_of(backend, X, as_labels(backend, y), found) for X, y in pairs)
         return evaluate_batches(ReplicaSet(engine, replicas), batches, EvalSpec(EVAL_BATCH_SIZE))["accuracy"]
 
 
