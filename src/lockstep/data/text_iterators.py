@@ -108,4 +108,5 @@ def _weights(old: int, new: int) -> Array:
     scale = old / new
     centres = (np.arange(new) + 0.5) * scale - 0.5
     weights = np.maximum(0, 1 - np.abs(np.arange(old) - centres[:, None]) / max(scale, 1))
-    return (weights / weights.sum(1, keepdims=True)).astype(np.float32)
+    share: Array = (weights / weights.sum(1, keepdims=True)).astype(np.float32)
+    return share
