@@ -96,7 +96,7 @@ def get_params(params: Iterable[Tensor], device: str, backend: str | None = None
     """A copy of the parameters on `device`, ready to get gradients. Always a copy, also on the same device.
 
     `params` is a list of tensors, or anything that yields them, like `module.parameters()`, or `result.params`. The
-    copy is in their own framework, that of `result.params` in the run's; `backend="jax"` names another.
+    copy is in their own framework, that of `result.params` in the run's, or in the one called `backend`.
 
     >>> import numpy
     >>> params = [numpy.zeros(2)]

@@ -6,7 +6,8 @@ from typing import Any
 
 from lockstep.config import TYPES, RunConfig, field_of, settings_in
 from lockstep.core.entry_points import describe
-from lockstep.core.errors import ConfigError
+from lockstep.core.errors import ConfigError, Interrupted
+from lockstep.core.notebook_kernel import in_notebook
 from lockstep.core.registry import nearest
 from lockstep.core.settings import option_of
 from lockstep.core.torchrun_env import prints_result
@@ -77,9 +78,19 @@ def train(
         result = run(*settings_of({**texts, **settings}), quiet=quiet, resume=resume)
     except (ConfigError, UnknownSetting) as problem:  # about what was asked for: lines of ours would not help
         raise problem.with_traceback(None) from problem.__cause__
+    except Interrupted as stopped:
+        if stopped.result is not None:
+            stopped.args = (f"{stopped} {_where_the_result_is()}",)
+        raise stopped.with_traceback(None) from stopped.__cause__
     if not quiet and prints_result():
         print(result.lines())
     return result
+
+
+def _where_the_result_is() -> str:
+    """How a program gets what an interrupted run has trained."""
+    after = "in the next cell: import sys; result = sys.last_value.result; or with " if in_notebook() else "with "
+    return f"Get the result so far {after}`except lockstep.Interrupted as stopped: result = stopped.result`."
 
 
 def settings_of(given: dict[str, Any]) -> tuple[RunConfig, UserObjects]:
