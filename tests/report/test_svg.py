@@ -84,6 +84,7 @@ def test_the_unit_is_at_the_last_tick_of_every_chart_of_times(end):
     texts = re.findall(r'<text [^>]*x="([\d.]+)%"[^>]*>([^<]*)</text>', chart)
     assert [text.endswith(" ms") for _, text in texts] == [False] * (len(texts) - 1) + [True]
     assert all(0 <= float(place) <= 100 for place, _ in texts)
+    assert end == 0.0 or float(texts[-1][0]) - float(texts[-2][0]) > 10
 
 
 @pytest.mark.parametrize("gap", [0.0, 0.5])
