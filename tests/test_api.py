@@ -1,5 +1,6 @@
 """The public API: the text's functions, without the mistakes of its editions."""
 
+import pickle
 import subprocess
 import sys
 
@@ -62,6 +63,56 @@ def test_get_params_copies_also_on_the_same_device():
     assert bool((params[0] != 0).any())
     assert bool((second[0] == params[0]).all())
     assert all(param.requires_grad and param.is_leaf for param in first)
+
+
+# --- parameters of a run in the text's functions: `result.params` are arrays of numpy ---
+
+
+def test_params_of_a_run_fit_the_texts_functions_in_the_framework_of_the_run(few):
+    result = lockstep.train(1, 8, num_epochs=1, data=str(few), quiet=True)
+    assert all(isinstance(array, np.ndarray) for array in result.params.values())
+    device_params = [lockstep.get_params(result.params, device) for device in TWO]
+    X, y = torch.rand(20, 1, 28, 28), torch.arange(20) % 10
+    assert lockstep.lenet(X, device_params[0]).shape == (20, 10)
+    assert 0 <= lockstep.evaluate_accuracy(X, y, device_params, TWO) <= 1
+    lockstep.train_batch(X, y, device_params, TWO, lr=0.2)
+    assert hash_of(device_params[1]) != result.weights_sha256 == sha256_of(list(result.params.values()))
+
+
+def test_params_of_a_run_keep_their_framework_when_they_are_pickled(few):
+    result = lockstep.train(1, 8, num_epochs=1, data=str(few), quiet=True)
+    copied = pickle.loads(pickle.dumps(result))
+    assert isinstance(lockstep.get_params(copied.params, "cpu:0")[0], torch.Tensor)
+
+
+def test_get_params_copies_into_the_framework_that_is_named():
+    arrays = list(lockstep.init_lenet(seed=0).values())
+    params = lockstep.get_params(arrays, "cpu:0", backend="torch")
+    assert all(isinstance(param, torch.Tensor) and param.requires_grad for param in params)
+    assert hash_of(params) == sha256_of(arrays)
+    with torch.no_grad():
+        params[0].zero_()
+    assert (arrays[0] != 0).any()
+
+
+def test_parameters_of_another_framework_are_refused_in_a_sentence_that_says_what_to_do():
+    arrays = list(lockstep.init_lenet(seed=0).values())
+    X, y = torch.rand(4, 1, 28, 28), torch.arange(4)
+    sentence = (
+        "X is in torch and the parameters are in numpy. Copy the parameters into torch: "
+        'get_params(params, device, backend="torch").'
+    )
+    for attempt in (
+        lambda: lockstep.lenet(X, arrays),
+        lambda: lockstep.lenet(X, lockstep.init_lenet(seed=0)),
+        lambda: lockstep.train_batch(X, y, [arrays], ["cpu:0"], lr=0.2),
+        lambda: lockstep.evaluate_accuracy(X, y, [arrays], ["cpu:0"]),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            attempt()
+        assert str(refused.value) == sentence
+    with pytest.raises(ConfigError, match="A list is not a tensor of a known framework"):
+        lockstep.lenet(X, [array.tolist() for array in arrays])
 
 
 # --- allreduce: one edition rebinds list entries, so that device 1 never sees the sum ---
@@ -335,6 +386,33 @@ def test_every_test_sample_is_counted_once_on_any_number_of_devices(few):
         devices = [f"cpu:{i}" for i in range(k)]
         accuracy = lockstep.evaluate_accuracy(X, y, [lockstep.get_params(params, d) for d in devices], devices)
         assert accuracy == (1037 - len(wrong)) / 1037
+
+
+def test_evaluate_accuracy_takes_the_texts_iterator_and_counts_every_sample_once():
+    _, test_iter = lockstep.load_data_fashion_mnist(128, data="fashion-mnist-mini")
+    params = [40 * param for param in start_params()]
+    X, y = (torch.cat(parts) for parts in zip(*test_iter, strict=True))
+    assert len(X) == 500  # the last batch has other samples than the others
+    expected = lockstep.evaluate_accuracy(X, y, [lockstep.get_params(params, "cpu:0")], ["cpu:0"])
+    assert expected == (lockstep.lenet(X, params).argmax(1) == y).sum().item() / 500
+    for k in (1, 2, 3):
+        devices = [f"cpu:{i}" for i in range(k)]
+        device_params = [lockstep.get_params(params, device) for device in devices]
+        assert lockstep.evaluate_accuracy(test_iter, device_params, devices) == expected
+        assert lockstep.evaluate_accuracy(iter(test_iter), device_params=device_params, devices=devices) == expected
+        assert lockstep.evaluate_accuracy(X=X, y=y, device_params=device_params, devices=devices) == expected
+
+
+def test_evaluate_accuracy_refuses_wrong_arguments():
+    X, y, replicas = torch.rand(4, 1, 28, 28), torch.arange(4), replicas_on(TWO)
+    with pytest.raises(ConfigError, match=r"samples without labels. Call evaluate_accuracy\(X, y, device_params"):
+        lockstep.evaluate_accuracy(X, replicas, TWO)
+    with pytest.raises(ConfigError, match="iterator yields no batches"):
+        lockstep.evaluate_accuracy([], replicas, TWO)
+    with pytest.raises(ConfigError, match=r"iterator yields Tensor, not pairs"):
+        lockstep.evaluate_accuracy([X], replicas, TWO)
+    with pytest.raises(ConfigError, match="must be lists, one entry for each device"):
+        lockstep.evaluate_accuracy([(X, y)], replicas)
 
 
 def test_a_net_need_not_be_hashable():

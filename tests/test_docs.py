@@ -102,5 +102,23 @@ def test_no_page_has_a_gap_or_the_path_of_somebodys_machine(page):
     assert not re.search(r"(?<![\w.])/(home|root|tmp|work|Users)/", text)
 
 
+def test_messages_that_pages_show_are_those_of_the_program():
+    """The words around the values, of a line that begins with `lockstep: `, are somewhere in the source."""
+    shown = re.findall(
+        r"^lockstep: (.*?) \d+ s \(--timeout\): ", (ROOT / "docs" / "failures.md").read_text(), re.MULTILINE
+    )
+    source = "".join(path.read_text() for path in (ROOT / "src" / "lockstep" / "runtime").rglob("*.py"))
+    assert shown == ["the others waited", "no sign of life for"]
+    for words in shown:
+        assert f"{words} {{self._timeout:g}} s (--timeout): " in source
+
+
+def test_links_to_a_command_lead_to_its_own_page():
+    for page in PAGES:
+        for command, target in re.findall(r"\[`lockstep (\w+)`\]\(([\w/.-]+)\)", page.read_text()):
+            own = page.parent / f"{command}.md"
+            assert not own.exists() or target == own.name, f"{name(page)} links `lockstep {command}` to {target}"
+
+
 def test_pages_exist():
     assert {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/tour.md"} <= {name(page) for page in PAGES}

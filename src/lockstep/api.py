@@ -17,7 +17,15 @@ from lockstep.analysis.explain import explain as explain
 from lockstep.analysis.plan import Plan as Plan
 from lockstep.analysis.python_api import plan as plan
 from lockstep.attribution.waterfall import Explanation as Explanation
-from lockstep.backends import DEFAULT_BACKEND, Tensor, backend_of_all, devices_for, load_backend, named_devices
+from lockstep.backends import (
+    DEFAULT_BACKEND,
+    Tensor,
+    backend_of,
+    backend_of_all,
+    devices_for,
+    load_backend,
+    named_devices,
+)
 from lockstep.config import RunConfig, check_ranks
 from lockstep.core.device import Device
 from lockstep.core.errors import ConfigError, RunError
@@ -31,6 +39,7 @@ from lockstep.partition.balance import Balance
 from lockstep.partition.batch import even_ranges
 from lockstep.replicas.flat import FlatReplica, FlatTrainSpec
 from lockstep.report.events import Result as Result
+from lockstep.report.events import TrainedParams
 from lockstep.runtime.allreduce import allreduce_in_place
 from lockstep.runtime.inprocess import InProcess
 from lockstep.runtime.step import StepOptions, train_step
@@ -40,6 +49,7 @@ from lockstep.training.api_inputs import (
     batch_of,
     check_replicas,
     flat_replicas,
+    labelled_batches,
     layout_of_params,
 )
 from lockstep.training.callbacks import RunState as RunState
@@ -82,10 +92,11 @@ def devices(wanted: int | str | list[str] | None = None, backend: str = DEFAULT_
     return devices_for(load_backend(backend), wanted)
 
 
-def get_params(params: Iterable[Tensor], device: str) -> list[Tensor]:
+def get_params(params: Iterable[Tensor], device: str, backend: str | None = None) -> list[Tensor]:
     """A copy of the parameters on `device`, ready to get gradients. Always a copy, also on the same device.
 
-    `params` is a list of tensors, or anything that yields them, like `module.parameters()`.
+    `params` is a list of tensors, or anything that yields them, like `module.parameters()`, or `result.params`. The
+    copy is in their own framework, that of `result.params` in the run's, or in the one called `backend`.
 
     >>> import numpy
     >>> params = [numpy.zeros(2)]
@@ -93,12 +104,17 @@ def get_params(params: Iterable[Tensor], device: str) -> list[Tensor]:
     >>> replica[0] is params[0]
     False
     """
+    if backend is None and isinstance(params, TrainedParams):
+        backend = params.backend
     params = list(params.values() if isinstance(params, Mapping) else params)
     if not params:
         raise ConfigError("get_params got no parameters. Give it a list of tensors.")
-    backend = backend_of_all(params)
-    (found,) = named_devices(backend, [device])
-    return [backend.with_gradient(backend.copy_to(param, found)) for param in params]
+    own = backend_of_all(params)
+    wanted = own if backend is None else load_backend(backend)
+    (found,) = named_devices(wanted, [device])
+    if wanted is not own:
+        params = [wanted.from_numpy(own.to_numpy(param), found) for param in params]
+    return [wanted.with_gradient(wanted.copy_to(param, found)) for param in params]
 
 
 def allreduce(data: list[Tensor], exchange: str = "sharded") -> list[Tensor]:
@@ -192,9 +208,12 @@ def train_batch(
 
 
 def evaluate_accuracy(
-    X: Tensor, y: Tensor, device_params: list[list[Tensor]], devices: Sequence[str], *, net: Forward = lenet
+    X: Any, y: Any = None, device_params: Any = None, devices: Any = None, *, net: Forward = lenet
 ) -> float:
     """The share of samples that `net` classifies correctly. All devices work, each sample is counted once.
+
+    `evaluate_accuracy(X, y, device_params, devices)`, or with an iterator over batches (X, y), like the text's:
+    `evaluate_accuracy(test_iter, device_params, devices)`.
 
     >>> import numpy
     >>> two = ["cpu:0", "cpu:1"]
@@ -202,14 +221,15 @@ def evaluate_accuracy(
     >>> evaluate_accuracy(X, y, [get_params(init_lenet(seed=0), device) for device in two], two)
     0.1
     """
-    backend = backend_of_batch(X, y)
-    y = as_labels(backend, y)
-    found = check_replicas(X, device_params, devices)
-    layout = layout_of_params(device_params[0])
+    if devices is None:  # evaluate_accuracy(test_iter, device_params, devices)
+        y, device_params, devices = None, y, device_params
+    first, pairs = labelled_batches(X, y)
+    found = check_replicas(first, device_params, devices)
+    backend, layout = backend_of(first), layout_of_params(device_params[0])
     with InProcess(backend, found) as engine:
         spec = FlatTrainSpec(backend, _forward(net), layout, Sgd(1.0))
         replicas = [FlatReplica(spec, flat) for flat in flat_replicas(engine, layout, device_params)]
-        batches = [batch_of(backend, X, y, found)]
+        batches = (batch_of(backend, X, as_labels(backend, y), found) for X, y in pairs)
         return evaluate_batches(ReplicaSet(engine, replicas), batches, EvalSpec(EVAL_BATCH_SIZE))["accuracy"]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from lockstep.backends import BACKENDS, DEFAULT_BACKEND
+from lockstep.core import names
 from lockstep.core.entry_points import is_entry_point
 from lockstep.core.errors import ConfigError
 from lockstep.core.files import can_be_path
@@ -84,13 +85,13 @@ class RunConfig:
     num_epochs: int = setting(10, "Passes over the data.", AGREED, limits={">=": 1}, option="epochs", group=MAIN)
     model: str = setting(
         "lenet",
-        f"lenet (any framework), lenet-bn, mlp, resnet18, transformer, {OWN} which returns a module.",
+        f"{', '.join(names.MODELS)} (lenet: in any framework), {OWN} which returns a module.",
         IDENTITY,
         group=MAIN,
     )
     data: str = setting(
         "fashion-mnist",
-        f"fashion-mnist, fashion-mnist-mini, a .npz file, {OWN} which returns (X, y), ((X, y), (X_test, "
+        f"{', '.join(names.DATASETS)}, a .npz file, {OWN} which returns (X, y), ((X, y), (X_test, "
         "y_test)), a map-style dataset or a pair of them.",
         IDENTITY,
         group=MAIN,
@@ -100,7 +101,7 @@ class RunConfig:
     )
     loss: str = setting(
         "cross_entropy",
-        f"cross_entropy, mse, l1, bce, {OWN} which takes (output, y) and returns a loss per sample.",
+        f"{', '.join(names.LOSSES)} (the model's own), {OWN} which takes (output, y) and returns a loss per sample.",
         IDENTITY,
         group=OPTIMIZATION,
     )
@@ -109,7 +110,7 @@ class RunConfig:
     )
     optimizer: str = setting(
         "sgd",
-        f"sgd, adam, adamw, {OWN} which takes the parameters and returns an optimizer.",
+        f"{', '.join(names.OPTIMIZERS)}, {OWN} which takes the parameters and returns an optimizer.",
         IDENTITY,
         group=OPTIMIZATION,
     )

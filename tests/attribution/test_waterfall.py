@@ -173,6 +173,7 @@ def test_a_graph_that_runs_behind_the_host_hides_its_loading():
 def test_an_explanation_survives_its_file():
     found = explained(traced([work((0, 5.0), (1, 5.0), wait=20.0), work((2, 15.0), (3, 15.0))]))
     assert Explanation.from_plain(found.summary()) == found
+    assert repr(found) == str(found) == "\n".join(found.lines())  # as a notebook shows it
     assert set(found.plain()) == {"step_ms", "perfect_ms", "parts", "rest_ms", "advice"}
 
 

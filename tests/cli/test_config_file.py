@@ -40,6 +40,15 @@ def test_a_run_is_repeated_from_its_own_config(lockstep, few, tmp_path):
         assert again.json["run"].startswith("runs/")
 
 
+def test_a_misspelt_setting_in_a_config_json_is_refused(lockstep, few, tmp_path):
+    lockstep("train", "--data", few, "--batch-size", 8, "--epochs", 1, "--out", "one")
+    recorded = settings(tmp_path / "one")
+    (tmp_path / "own.json").write_text(json.dumps(recorded | {"learning_rat": 0.3}))
+    answer = lockstep("train", "--config", "own.json")
+    assert answer.status == 2
+    assert "there is no setting 'learning_rat'. Did you mean 'learning_rate'?" in answer.err
+
+
 def test_a_toml_file_may_name_code_and_a_recorded_run_may_not(lockstep, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "mine_toml.py").write_text(
@@ -57,6 +66,8 @@ def test_a_toml_file_may_name_code_and_a_recorded_run_may_not(lockstep, tmp_path
     ("content", "sentence"),
     [
         ("bathc-size = 3", "there is no setting 'bathc-size'. Did you mean 'batch-size'?"),
+        ("learning_rat = 0.1", "there is no setting 'learning_rat'. Did you mean 'learning_rate'?"),
+        ("num-epoch = 1", "there is no setting 'num-epoch'. Did you mean 'num-epochs'?"),
         ("batch-size = ", "run.toml cannot be read: "),
         ("batch-size = 3\nbatch_size = 4", "run.toml has batch_size twice. Leave one out."),
         ('batch-size = "many"', "batch size must be an integer, got 'many' (--batch-size)."),

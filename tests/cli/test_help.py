@@ -9,8 +9,18 @@ from pathlib import Path
 import pytest
 
 import lockstep.cli
+from lockstep.bench.contenders import CONTENDERS, OURS
+from lockstep.bench.workload import MODELS as BENCH_MODELS
+from lockstep.cli.completion import TABLES
 from lockstep.config import settings_in
+from lockstep.core import names
 from lockstep.core.settings import flag_of
+from lockstep.data import DATASETS
+from lockstep.models import MODELS
+from lockstep.models.losses import LOSSES, MODEL
+from lockstep.optim.optimizers import OPTIMIZERS
+from lockstep.optim.torch_optimizers import OPTIMIZERS as MODULE_OPTIMIZERS
+from lockstep.report.loggers import TENSORBOARD
 
 
 def panels(text):
@@ -42,6 +52,27 @@ def test_the_help_says_what_precisions_there_are(lockstep):
     words = lockstep("train", "--help").out
     assert all(precision in words for precision in ("fp32", "tf32", "bf16"))
     assert "tf32" in lockstep("bench", "--help").out
+
+
+def test_the_help_and_the_completion_have_every_name_of_the_tables(lockstep):
+    assert set(names.MODELS) == set(MODELS)
+    assert set(names.DATASETS) == set(DATASETS)
+    assert set(names.LOSSES) == {*LOSSES, MODEL}
+    assert set(names.OPTIMIZERS) == set(OPTIMIZERS) == set(MODULE_OPTIMIZERS)
+    assert set(names.LOGGERS) == {TENSORBOARD}
+    assert set(TABLES["models"]) == set(BENCH_MODELS)
+    assert {OURS, *TABLES["only"]} == set(CONTENDERS)
+    words = re.findall(r"[\w-]+", lockstep("train", "--help").out)
+    assert {*names.MODELS, *names.DATASETS, *names.LOSSES, *names.OPTIMIZERS} <= set(words)
+
+
+def test_a_flag_shows_no_type_as_if_it_took_a_value(lockstep):
+    for command in ([], ["train"], ["compare"], ["bench"], ["data"], ["report"], ["runs"]):
+        answer = lockstep(*command, "--help").out
+        assert "--help" in answer
+        assert "<bool>" not in answer
+        assert "BOOL" not in answer
+    assert "<int>" in lockstep("train", "--help").out
 
 
 @pytest.mark.parametrize("width", [80, 100])
@@ -100,6 +131,39 @@ def test_the_completion_installs_and_bash_knows_commands_options_and_values(bash
     assert "--batch-size" in bash("lockstep", "train", "--ba")
     assert bash("lockstep", "train", "--precision", "t") == ["tf32"]
     assert set(bash("lockstep", "train", "--engine", "")) == {"auto", "inprocess", "processes"}
+
+
+VALUES = {
+    ("train", "--model", "le"): ["lenet", "lenet-bn"],
+    ("train", "--data", "fash"): ["fashion-mnist", "fashion-mnist-mini"],
+    ("train", "--optimizer", "ad"): ["adam", "adamw"],
+    ("train", "--loss", "m"): ["mse", "model"],
+    ("train", "--logger", ""): ["tensorboard"],
+    ("train", "--split", "net"): ["network"],
+    ("train", "--data", "mine.n"): [],  # then shells offer files
+    ("plan", "--model", "vi"): ["vit-b-16"],
+    ("data", "fashion-mnist-"): ["fashion-mnist-mini"],
+    ("compare", "--optimizer", "sgd,adamw,"): ["sgd,adamw,sgd", "sgd,adamw,adam", "sgd,adamw,adamw"],
+    ("compare", "--exchange", "sharded,tr"): ["sharded,tree"],
+    ("bench", "--models", "lenet,ml"): ["lenet,mlp"],
+    ("bench", "--only", "ddp-c"): ["ddp-compiled"],
+    ("bench", "--precision", "t"): ["tf32"],
+}
+
+
+@pytest.mark.parametrize("words", VALUES, ids=" ".join)
+def test_values_of_options_are_completed_from_their_tables(words, monkeypatch, capsys):
+    monkeypatch.setenv("_LOCKSTEP_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", f"lockstep {' '.join(words)}")
+    monkeypatch.setenv("COMP_CWORD", str(len(words)))
+    with pytest.raises(SystemExit):
+        lockstep.cli.main([])
+    assert capsys.readouterr().out.split() == VALUES[words]
+
+
+def test_completing_a_value_imports_no_framework():
+    code = "import sys, lockstep.cli; assert not {'torch', 'numpy', 'jax', 'rich', 'matplotlib'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_shell_that_asks_starts_no_command(monkeypatch, capsys):

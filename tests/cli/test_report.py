@@ -115,6 +115,24 @@ def test_chromium_shows_it_from_a_file_and_neither_asks_for_anything_nor_complai
         assert (sum(map(int, re.findall(r"\d+", background)[:3])) < 200) == dark
 
 
+SIZES = """Math.min(...[...document.querySelectorAll('svg text, .rows span:not(:empty)')].map(
+  text => parseFloat(getComputedStyle(text).fontSize) * (text.getScreenCTM ? text.getScreenCTM().a : 1)))"""
+CUT = """[...document.querySelectorAll('.rows, .rows svg, .chart, .card')].filter(
+  each => each.getBoundingClientRect().right > innerWidth || each.scrollWidth > each.clientWidth + 1).length"""
+UNHINTED = """[...document.querySelectorAll('.scroll')].filter(
+  each => each.scrollWidth > each.clientWidth && !getComputedStyle(each).backgroundImage.includes('gradient')).length"""
+
+
+@pytest.mark.parametrize("width", [390, 360])
+def test_on_a_phone_charts_fit_text_can_be_read_and_tables_show_that_there_is_more(lockstep, browser, crashed, width):
+    page_of(lockstep, crashed)
+    browser.open(crashed / "report.html", width)
+    assert browser.evaluate("document.querySelectorAll('.rows').length") >= 2
+    assert browser.evaluate(SIZES) >= 11
+    assert browser.evaluate(CUT) == 0
+    assert browser.evaluate(UNHINTED) == 0
+
+
 def test_it_prints(lockstep, browser, crashed):
     page_of(lockstep, crashed)
     browser.open(crashed / "report.html", 1100, dark=True)

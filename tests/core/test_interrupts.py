@@ -43,6 +43,15 @@ def test_who_counts_signals_gets_no_exception_that_could_be_lost():
             assert interrupts.count == count
 
 
+def test_one_inside_another_passes_the_signal_on():
+    how = {"signals": [signal.SIGUSR1], "raises": False}
+    with Interrupts(**how) as outer:
+        with Interrupts(**how) as inner:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert (outer.count, inner.count) == (2, 1)
+
+
 UNDOING = """
 import os, signal
 from lockstep.core.interrupts import undone_when_terminated

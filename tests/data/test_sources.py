@@ -9,6 +9,7 @@ import pwd
 import shutil
 import tempfile
 import threading
+import time
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from socketserver import TCPServer
@@ -19,7 +20,7 @@ import pytest
 from lockstep.core.errors import DataError
 from lockstep.data import sources
 from lockstep.data.fashion_mnist import FILES, read_folder, read_mini
-from lockstep.data.sources import cache_folder, find_or_fetch, from_debian, from_mirror, locate
+from lockstep.data.sources import alone_in, cache_folder, find_or_fetch, from_debian, from_mirror, locate, no_progress
 
 NAMES = [f"{file.name}.gz" for file in FILES]
 FIRST = NAMES[0]
@@ -602,3 +603,61 @@ def test_the_real_package_has_all_of_fashion_mnist(cache, monkeypatch):
         first = np.sort(np.concatenate([np.flatnonzero(y == label)[:num_each] for label in range(10)]))
         np.testing.assert_array_equal(X_mini, X[first])
         np.testing.assert_array_equal(y_mini, y[first])
+
+
+# --- several processes at once, and mirrors that send too much
+
+
+def test_ranks_that_start_together_fetch_every_file_once(mirror, cache, tiny_fashion):
+    """Each waits for the one that fetches, and then finds the files. `flock` knows no threads: these have forked."""
+
+    def slow(handler, content):
+        time.sleep(0.05)
+        send(handler, content)
+
+    mirror.answer = slow
+    children = []
+    for _ in range(4):
+        child = os.fork()
+        if not child:
+            status = 1
+            with contextlib.suppress(BaseException):
+                status = 0 if fetch(mirror) == cache else 1
+            os._exit(status)
+        children.append(child)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 4
+    assert mirror.names_seen == NAMES
+    assert_whole(cache, tiny_fashion)
+
+
+def test_a_process_that_waits_says_so_and_looks_again(mirror, cache, tiny_fashion):
+    reported = []
+    with alone_in(cache, no_progress):
+        waiting = threading.Thread(
+            target=find_or_fetch, args=(None, lambda *progress: reported.append(progress), (mirror.url,))
+        )
+        waiting.start()
+        while not reported:
+            time.sleep(0.01)
+        for name, content in tiny_fashion.items():
+            (cache / name).write_bytes(content)
+    waiting.join()
+    assert reported == [("Fashion-MNIST, in another process", 0, 0)]
+    assert mirror.seen == []
+
+
+def test_a_mirror_that_sends_without_end_does_not_fill_the_disk(serve, cache, tiny_fashion, monkeypatch):
+    monkeypatch.setattr(sources, "MAX_BYTES", 1 << 17)
+    mirror, sent = serve(tiny_fashion), []
+
+    def endless(handler, content):
+        handler.send_response(200)
+        handler.end_headers()
+        with contextlib.suppress(ConnectionError):
+            while len(sent) < 10_000:
+                sent.append(handler.wfile.write(bytes(1 << 14)))
+
+    mirror.answer = endless
+    assert f"it sends more than {1 << 17:,} bytes for {FIRST}" in refusal(mirror)
+    assert names_in(cache) == []
+    assert len(sent) < 10_000

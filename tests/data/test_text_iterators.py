@@ -38,6 +38,31 @@ def test_tensors_are_those_of_the_framework_that_is_wanted():
     assert (X.dtype, y.dtype, tuple(X.shape)) == (torch.float32, torch.int64, (4, 1, 28, 28))
 
 
+def test_an_iterator_shows_how_many_batches_and_samples_it_has():
+    train_iter, test_iter = load_data_fashion_mnist(300, **MINI)
+    assert repr(train_iter) == "<7 batches of up to 300 of 2,000 samples (X, y)>"
+    assert repr(test_iter) == "<2 batches of up to 300 of 500 samples (X, y)>"
+    assert repr(load_data_fashion_mnist(300, (96, 64), **MINI)[0]).endswith("(X, y), resized to 96x64>")
+
+
+@pytest.mark.parametrize("resize", [96, (40, 56), 28, 14, (10, 64)])
+def test_images_are_resized_as_by_bilinear_interpolation(resize):
+    torch = pytest.importorskip("torch")
+    size = (resize, resize) if isinstance(resize, int) else resize
+    plain, _ = next(iter(load_data_fashion_mnist(4, **MINI)[1]))
+    found, _ = next(iter(load_data_fashion_mnist(4, resize, **MINI)[1]))
+    expected = torch.nn.functional.interpolate(torch.from_numpy(plain), size, mode="bilinear", antialias=True)
+    assert found.shape == (4, 1, *size)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, expected.numpy(), atol=2e-6)
+
+
+@pytest.mark.parametrize("resize", [0, -3, 2.5, "96", (96,), (96, 0)])
+def test_a_size_that_cannot_be_is_refused(resize):
+    with pytest.raises(ConfigError, match=r"resize must be a number of pixels or \(height, width\), got"):
+        load_data_fashion_mnist(4, resize, **MINI)
+
+
 @pytest.mark.parametrize("size", [0, -1, 2.5, "many"])
 def test_a_wrong_batch_size_is_refused(size):
     with pytest.raises(ConfigError, match="batch size must be an integer of at least 1"):

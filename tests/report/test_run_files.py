@@ -64,3 +64,38 @@ def test_what_is_good_stays(run):
     found = read_recorded(run)
     assert found.result == {name: value for name, value in result.items() if name != "devices"}
     assert found.devices == result["devices"], "what it said at the start"
+
+
+SHARED = "3 logical CPU devices share 2 cores: more than 2 bring no speed."
+
+
+def incidents_of(tmp_path, *lines):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return [(each["event"], each["sentence"]) for each in read_recorded(tmp_path).incidents]
+
+
+def test_a_killed_rank_is_an_incident_of_its_own(tmp_path):
+    killed, continuing = (
+        "rank 2 (cpu:2) was killed by SIGKILL; a new worker takes its place",
+        "continuing after step 187",
+    )
+    dropped = "rank 1 (cpu:1) was dropped"
+    lines = [
+        {"event": "started", "notes": [SHARED], "step": 0, "num_restarts": 0},
+        {"event": "resumed", "notes": [killed, continuing], "step": 187, "num_restarts": 1},
+        {"event": "resumed", "notes": [dropped, continuing], "step": 187, "num_restarts": 2},
+    ]
+    resumed = ("resumed", f"{continuing}.")
+    assert incidents_of(tmp_path, *lines) == [("killed", f"{killed}."), resumed, ("lost", f"{dropped}."), resumed]
+
+
+def test_what_a_run_said_when_it_started_is_no_incident_when_it_is_resumed(tmp_path):
+    other = "The run was started on another processor."
+    lines = [
+        {"event": "started", "notes": [SHARED], "step": 0, "num_restarts": 0},
+        {"event": "stopped", "reason": "interrupted", "step": 7},
+        {"event": "resumed", "notes": [SHARED, other, "continuing after step 7"], "step": 7, "num_restarts": 0},
+    ]
+    found = incidents_of(tmp_path, *lines)
+    assert found == [("stopped", "interrupted"), ("note", other), ("resumed", "continuing after step 7.")]

@@ -7,7 +7,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.report.svg import HEIGHT, LEFT, MAX_POINTS, TOP, WIDTH, Bar, Chart, Series, joined, line_chart, ticks
+from lockstep.report.svg import (
+    HEIGHT,
+    LEFT,
+    MAX_POINTS,
+    TOP,
+    WIDTH,
+    Bar,
+    Chart,
+    Row,
+    Series,
+    joined,
+    label,
+    line_chart,
+    padded,
+    rows_chart,
+    ticks,
+)
 
 FINITE = st.floats(-1e9, 1e9, allow_nan=False)
 
@@ -44,6 +60,31 @@ def test_names_are_escaped():
     assert "<b>" not in svg
     assert "<i>" not in svg
     assert "a &lt; b" in svg
+
+
+@pytest.mark.parametrize(("low", "high"), [(2.3024, 2.3038), (0.71, 0.7101), (-5.0, -4.99)])
+def test_noise_does_not_fill_the_axis(low, high):
+    bottom, top = padded(low, high)
+    assert bottom < low < high < top
+    assert top - bottom >= 0.09 * max(abs(low), abs(high))
+
+
+def test_a_real_trend_fills_the_axis():
+    bottom, top = padded(1.4, 2.3)
+    assert top - bottom < 1.2 * (2.3 - 1.4)
+
+
+def test_thousands_have_separators():
+    assert [label(value) for value in (999, 1000, 1279)] == ["999", "1,000", "1,279"]
+
+
+@pytest.mark.parametrize("end", [0.0, 0.04, 9.0, 30.8, 35.4, 1234.5])
+def test_the_unit_is_at_the_last_tick_of_every_chart_of_times(end):
+    chart = rows_chart("a", [Row("0 · cpu:0", [Bar("update", 0.0, end)], "1.00")], end)
+    texts = re.findall(r'<text [^>]*x="([\d.]+)%"[^>]*>([^<]*)</text>', chart)
+    assert [text.endswith(" ms") for _, text in texts] == [False] * (len(texts) - 1) + [True]
+    assert all(0 <= float(place) <= 100 for place, _ in texts)
+    assert end == 0.0 or float(texts[-1][0]) - float(texts[-2][0]) > 10
 
 
 @pytest.mark.parametrize("gap", [0.0, 0.5])

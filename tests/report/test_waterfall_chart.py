@@ -14,7 +14,9 @@ GOOD = {
 
 def test_every_part_begins_where_the_one_before_it_ends():
     found = waterfall_of(GOOD)
-    bars = [tuple(map(float, bar)) for bar in re.findall(r'<rect [^>]*x="([\d.]+)"[^>]*width="([\d.]+)"', found.chart)]
+    bars = [
+        tuple(map(float, bar)) for bar in re.findall(r'<rect [^>]*x="([\d.]+)%"[^>]*width="([\d.]+)%"', found.chart)
+    ]
     perfect, *parts, measured = bars
     assert len(parts) == 3
     end = sum(perfect)
@@ -37,6 +39,10 @@ def test_a_part_that_is_negative_goes_back():
 )
 def test_what_is_not_whole_is_not_shown(wrong):
     assert waterfall_of(wrong) is None
+
+
+def test_a_rest_of_almost_nothing_is_no_negative_zero():
+    assert "-0.00" not in re.findall(r'class="row-number">([^<]*)', waterfall_of({**GOOD, "rest_ms": -0.0002}).chart)
 
 
 def test_names_are_escaped():

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import traceback
 
 import pytest
 
@@ -29,6 +30,8 @@ def test_the_result_so_far_has_the_epochs_and_the_weights(engine):
 
     with pytest.raises(lockstep.Interrupted) as stopped:
         lockstep.train(2, **SETTINGS, epochs=400, on_epoch=interrupt, engine=engine)
+    assert str(stopped.value).endswith("`except lockstep.Interrupted as stopped: result = stopped.result`.")
+    assert len(traceback.extract_tb(stopped.value.__traceback__)) == 2  # this test, and `train`
     result = stopped.value.result
     whole = lockstep.train(1, **SETTINGS, epochs=2)
     assert [done.train_loss for done in result.history[:2]] == [done.train_loss for done in whole.history]

@@ -41,6 +41,39 @@ print(len({result.weights_sha256 for result in results}))
 """
 
 
+INTERRUPTED = """
+import os, signal, lockstep
+kernel = os.getpid()
+
+def interrupt(run):
+    if run.step == 3:
+        os.kill(kernel, signal.SIGINT)
+
+lockstep.train(2, data="fashion-mnist-mini", batch_size=250, epochs=400, on_step=interrupt, engine="{engine}")
+"""
+AFTER = "import sys; result = sys.last_value.result; print(result.steps >= 3)"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("engine", ["inprocess", "processes"])
+def test_an_interrupted_cell_says_so_is_short_and_keeps_the_result(engine, tmp_path):
+    cells = [nbformat.v4.new_code_cell(source) for source in (INTERRUPTED.format(engine=engine), AFTER)]
+    how = {
+        "timeout": 120,
+        "kernel_name": "python3",
+        "allow_errors": True,
+        "resources": {"metadata": {"path": tmp_path}},
+    }
+    NotebookClient(nbformat.v4.new_notebook(cells=cells), **how).execute()
+    streams = "".join(each.text for each in cells[0].outputs if each.get("name") == "stderr")
+    assert streams == "stopping after this step; interrupt again to end it now\n"
+    (error,) = [each for each in cells[0].outputs if each.output_type == "error"]
+    assert error.ename == "Interrupted"
+    assert "Get the result so far in the next cell: import sys; result = sys.last_value.result;" in error.evalue
+    assert sum(entry.count("\n") + 1 for entry in error.traceback) < 25
+    assert cells[1].outputs[0].text == "True\n"
+
+
 @pytest.mark.filterwarnings("ignore")  # of the kernel's client: its event loop, its folders
 def test_a_loop_and_a_run_in_the_cells_of_a_notebook(tmp_path):
     cells = [nbformat.v4.new_code_cell(source) for source in (SETUP, LOOP, AGAIN, RUNS)]

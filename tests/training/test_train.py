@@ -1,6 +1,7 @@
 """The arguments of `lockstep.train`: each setting once, by any of its names."""
 
 import inspect
+import traceback
 from pathlib import Path
 
 import pytest
@@ -35,11 +36,37 @@ def test_none_leaves_a_setting_to_its_other_name(few):
     assert result.weights_sha256 == lockstep.train(1, num_epochs=1, num_shards=4, **how).weights_sha256
 
 
-def test_an_unknown_keyword_is_a_type_error_that_lists_the_settings():
+@pytest.mark.parametrize(
+    ("wrong", "meant"), [("epoch", "epochs"), ("learning_rat", "learning_rate"), ("on_epochs", "on_epoch")]
+)
+def test_an_unknown_keyword_is_a_type_error_with_the_nearest_name(wrong, meant):
+    with pytest.raises(TypeError, match=rf"^unexpected keyword argument '{wrong}'\. Did you mean '{meant}'\? See help"):
+        lockstep.train(data="fashion-mnist-mini", **{wrong: 1})
+
+
+def test_a_keyword_that_is_near_to_none_gets_the_list_of_what_python_takes():
     with pytest.raises(
-        TypeError, match=r"unexpected keyword argument 'epoch'\. There are: devices, batch_size, lr, epo"
+        TypeError, match=r"'xyzzy'\. There are: num_gpus, batch_size, lr, num_epochs, resume, .*metrics"
     ):
-        lockstep.train(data="fashion-mnist-mini", epoch=1)
+        lockstep.train(data="fashion-mnist-mini", xyzzy=1)
+
+
+@pytest.mark.parametrize("wrong", [{"data": "fashion-mnist-min"}, {"model": "lenett"}, {"epoch": 1}, {"batch_size": 0}])
+def test_a_wrong_setting_has_a_short_traceback(wrong):
+    with pytest.raises((ConfigError, TypeError)) as refused:
+        lockstep.train(quiet=True, **{"data": "fashion-mnist-mini", **wrong})
+    shown = traceback.format_exception(refused.value)
+    assert "During handling" not in "".join(shown)
+    assert len(traceback.extract_tb(refused.value.__traceback__)) <= 2  # this test, and `train`
+
+
+def test_an_error_in_a_function_of_the_users_keeps_its_own_traceback():
+    def broken():
+        return 1 / 0
+
+    with pytest.raises(ConfigError) as refused:
+        lockstep.train(data="fashion-mnist-mini", model=broken, quiet=True)
+    assert "return 1 / 0" in "".join(traceback.format_exception(refused.value))
 
 
 @pytest.mark.parametrize("name", ["model", "data", "loss", "optimizer"])

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 from lockstep.attribution.what_if import WhatIf
 
 WORTH = 0.05  # of a step: less is not worth a change
+GAIN = 0.03  # of a step that a change must bring: less is within what steps differ by
+OF_SHARED_CORES = ("exposed exchange", "waiting for the slower rank", "shared hardware")  # what too few cores look like
 
 
 class Case(NamedTuple):
@@ -18,6 +20,23 @@ class Case(NamedTuple):
     num_shards: int
     what_if: WhatIf | None = None
     straggler: str = ""  # who it is, if there is one
+    num_here: int = 0  # devices on the machine that this is said on; 0: not known
+    num_cores: int = 0  # that it has
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether all devices are cores of one machine."""
+        is_cpu = str(self.settings.get("devices", "")).startswith("cpu")
+        return is_cpu and self.num_here == self.num_devices
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether there are more devices than cores."""
+        return self.on_cpu and 0 < self.num_cores < self.num_here
+
+    def is_worth(self, ms: float) -> bool:
+        """Whether a step of so many milliseconds is worth a change."""
+        return ms < (1 - GAIN) * self.step_ms
 
     def instead(self, ms: float) -> str:
         """What a change would bring."""
@@ -29,7 +48,14 @@ def advice_for(case: Case) -> str:
     name = max(case.parts, key=lambda part: case.parts[part])
     if case.parts[name] < WORTH * case.step_ms:
         return f"Nothing to change: no part takes more than {100 * WORTH:.0f} % of a step."
-    return f"{name[0].upper()}{name[1:]}: {case.parts[name]:.2f} of {case.step_ms:.2f} ms. {ADVICE[name](case)}."
+    said = _too_few_cores(case) if case.shares_cores and name in OF_SHARED_CORES else ADVICE[name](case)
+    return f"{name[0].upper()}{name[1:]}: {case.parts[name]:.2f} of {case.step_ms:.2f} ms. {said}."
+
+
+def _too_few_cores(case: Case) -> str:
+    cores = f"{case.num_cores} core{'s' * (case.num_cores > 1)}"
+    why = f"{case.num_devices} devices share {cores} of one machine: they take turns, and more than {case.num_cores}"
+    return f"{why} bring no speed. Use as many devices as cores (--devices {case.num_cores}): the same bits"
 
 
 def _without(case: Case, part: str) -> str:
@@ -58,7 +84,7 @@ def _other_shards(case: Case, is_better: Callable[[int], bool]) -> tuple[int, fl
     numbers = [number for number in case.what_if.numbers() if is_better(number)]
     found = [(case.what_if.step_ms(case.step_ms, number), -number) for number in numbers]
     ms, number = min(found, default=(case.step_ms, 0))
-    return (-number, ms) if ms < case.step_ms else None
+    return (-number, ms) if case.is_worth(ms) else None
 
 
 def _smaller_shards(case: Case) -> str:
@@ -70,15 +96,15 @@ def _smaller_shards(case: Case) -> str:
 
 
 def _exchange(case: Case) -> str:
-    at_best = _without(case, "exposed exchange")
-    return f"Exchange less often, with a larger batch, or use a faster link between the devices: at best {at_best}"
+    link = "" if case.on_cpu else ", or use a faster link between the devices"
+    return f"Exchange less often, with a larger batch{link}: at best {_without(case, 'exposed exchange')}"
 
 
 def _slower_rank(case: Case) -> str:
     who = case.straggler[:1].upper() + case.straggler[1:] if case.straggler else "Shares or devices are uneven"
     if case.what_if is not None and case.settings.get("balance") == "equal" and case.what_if.num_copies > 1:
         ms = case.what_if.balanced_ms(case.step_ms)
-        if ms < case.step_ms:
+        if case.is_worth(ms):
             return f"{who}. Give faster devices more shards (--balance measured): {case.instead(ms)}; the same bits"
     at_best = _without(case, "waiting for the slower rank")
     return f"{who}. Find what holds it up, or use more, smaller shards to share out: at best {at_best}"

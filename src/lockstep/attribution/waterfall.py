@@ -1,5 +1,6 @@
 """Where the time of a step went: a waterfall in milliseconds, from a perfect speed-up to what was measured."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import fmean, median
@@ -17,6 +18,7 @@ from lockstep.attribution.step_times import (
     steps_of,
 )
 from lockstep.attribution.what_if import MakeSchedule, WhatIf
+from lockstep.core.torchrun_env import torchrun_env
 from lockstep.core.tracing import SpanName
 
 PARTS = (
@@ -51,9 +53,9 @@ class Straggler:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
-    """Where the time of a step went. `perfect_ms`, the parts and the rest add up to `step_ms`."""
+    """Where the time of a step went; it shows itself as a waterfall. `perfect_ms`, parts and rest are `step_ms`."""
 
     step_ms: float  # of training and evaluation together, mean over the steps that were counted
     perfect_ms: float  # if k devices were k times as fast as one that has nothing else to do
@@ -107,7 +109,7 @@ class Explanation:
         said += [self.straggler.sentence()] if self.straggler else []
         return "; ".join(said) + f". {self.advice}"
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return "\n".join(self.lines())
 
 
@@ -139,6 +141,8 @@ def explain_run(run: TracedRun, make_schedule: MakeSchedule | None = None) -> Ex
         num_shards=run.num_shards,
         what_if=None if run.runs_ahead or make_schedule is None else WhatIf(run, make_schedule),
         straggler=straggler.sentence() if straggler else "",
+        num_here=env.local_size if (env := torchrun_env()) else len(run.ranks),
+        num_cores=os.cpu_count() or 0,  # of the machine: a rank may be pinned to one of them
     )
     return Explanation(
         step_ms=round(step, 4),

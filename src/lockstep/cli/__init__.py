@@ -6,9 +6,11 @@ from itertools import pairwise
 from typing import Any, NoReturn
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from lockstep.cli.bench import bench
 from lockstep.cli.compare import compare
+from lockstep.cli.completion import with_completion, without_value
 from lockstep.cli.data import data
 from lockstep.cli.devices import devices
 from lockstep.cli.errors import exit_with, is_reported_elsewhere, plain_errors
@@ -19,13 +21,31 @@ from lockstep.cli.report import report
 from lockstep.cli.runs import runs
 from lockstep.cli.train import train
 
+
+class Command(TyperCommand):
+    """A command whose help shows no type for a flag."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Its options and arguments."""
+        return without_value(super().get_params(ctx))
+
+
+class CommandGroup(TyperGroup):
+    """All commands; the help shows no type for a flag."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """The options of the program."""
+        return without_value(super().get_params(ctx))
+
+
 app = typer.Typer(
+    cls=CommandGroup,
     rich_markup_mode="rich",  # loaded when help is shown, not before
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (train, plan, explain, evaluate, compare, report, runs, bench, devices, data):
-    app.command()(command)
+    app.command(cls=Command)(with_completion(command))
 
 
 @app.callback(invoke_without_command=True)

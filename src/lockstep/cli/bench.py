@@ -9,22 +9,24 @@ import typer
 
 from lockstep.cli import options
 
+MODELS = ("lenet", "mlp", "resnet18", "transformer", "gpt2", "bert", "resnet50", "vit-b-16")
+CONTENDERS = (
+    "lockstep-1-device", "lockstep-compiled", "lockstep-1-shard", "lockstep-2-shards", "lockstep-4-shards",
+    "lockstep-16-shards", "text", "text-in-memory", "ddp", "ddp-best", "ddp-compiled", "fabric", "accelerate",
+)  # fmt: skip
+
 
 @options.with_settings("devices", "data_dir")
 def bench(
     *,
     models: Annotated[
         str,
-        typer.Option(
-            help="Models, comma-separated: lenet, mlp, resnet18, transformer, gpt2, bert, resnet50, vit-b-16."
-        ),
+        typer.Option(help=f"Models, comma-separated: {', '.join(MODELS)}."),
     ] = "lenet,resnet18,transformer",
     only: Annotated[
         str | None,
         typer.Option(
-            help="Contenders, comma-separated: lockstep-1-device, lockstep-compiled, lockstep-1-shard "
-            "(-2-shards, -4-shards, -16-shards), text, text-in-memory, ddp, ddp-best, ddp-compiled, fabric, "
-            "accelerate. lockstep is always measured.",
+            help=f"Contenders, comma-separated: {', '.join(CONTENDERS)}. lockstep is always measured.",
             show_default=False,
         ),
     ] = None,

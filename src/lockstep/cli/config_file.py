@@ -27,7 +27,11 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is neither .toml nor .json (--config). Settings are read from these.")
     from lockstep.report.runlog import read_settings_file
 
-    found = known_settings(read_settings_file(path))
+    recorded = read_settings_file(path)
+    found = known_settings(recorded)
+    for name in recorded.keys() - found.keys():  # a run records more than its settings
+        if name != "logger" and (hint := _hint(name)):
+            raise ConfigError(f"{path}: there is no setting {name!r}.{hint}")
     found.pop("out", None)  # that is the other run's folder
     refuse_code(found, f"The run of {path}")
     return found
@@ -48,13 +52,19 @@ def _named(settings: dict[str, Any], path: Path) -> dict[str, Any]:
             name = field_of(option.replace("-", "_")).name
         except StopIteration:
             known = [flag_of(each)[2:] for each in settings_in()]
-            hint = nearest(option, known) or f" There are: {', '.join(known)}."
+            hint = _hint(option) or f" There are: {', '.join(known)}."
             raise ConfigError(f"{path}: there is no setting {option!r}.{hint}") from None
         if name in found:
             raise ConfigError(f"{path} has {option_of(field_of(name))} twice. Leave one out.")
         is_list = name == "devices" and isinstance(value, list)
         found[name] = ",".join(map(str, value)) if is_list else value
     return found
+
+
+def _hint(option: str) -> str:
+    """The setting that was probably meant, written with - or _ like `option`."""
+    known = [name for each in settings_in() for name in (option_of(each), each.name)]
+    return nearest(option, known if "_" in option else [name.replace("_", "-") for name in known])
 
 
 def known_settings(recorded: dict[str, Any]) -> dict[str, Any]:

@@ -39,17 +39,10 @@ def parameter_of(spec: "Field[Any]") -> inspect.Parameter:
         help=help_of(spec),
         show_default=spec.default is not None,
         rich_help_panel=spec.metadata["group"],
-        autocompletion=completions_of(spec),
     )
     annotation = Annotated[annotation, option]
     keyword = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(option_of(spec), keyword, default=spec.default, annotation=annotation)
-
-
-def completions_of(spec: "Field[Any]") -> Callable[[str], list[str]] | None:
-    """What a shell offers as the value of a setting: its choices, where it has some."""
-    names = list(spec.metadata["choices"] or {})
-    return (lambda incomplete: [name for name in names if name.startswith(incomplete)]) if names else None
 
 
 def given_settings(context: typer.Context) -> set[str]:

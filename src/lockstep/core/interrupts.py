@@ -2,15 +2,20 @@
 
 The second one is a KeyboardInterrupt wherever the program is, because it may be in code that never ends. Who looks at
 `count` again and again needs none (`raises=False`): raised in a destructor or in `os.fork`, it would be lost.
+
+Where one is entered inside another, both get the signal.
 """
 
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Self
+
+from lockstep.core.notebook_kernel import in_notebook
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -43,8 +48,17 @@ class Interrupts:
         if self.count > 1 and self._raises:
             raise KeyboardInterrupt
         if self._notify and self.count == 1:
-            with contextlib.suppress(OSError):  # not `print`: the signal may have come while that was writing
-                os.write(2, b"\nstopping after this step; press Ctrl-C again to end it now\n")
+            self._show_note()
+        outer = getattr(self._before.get(signal.Signals(number)), "__self__", None)
+        if isinstance(outer, Interrupts):
+            outer._received(number, frame)
+
+    def _show_note(self) -> None:
+        if in_notebook():  # a cell's standard error may be written to at any time
+            print("stopping after this step; interrupt again to end it now", file=sys.stderr, flush=True)
+            return
+        with contextlib.suppress(OSError):  # not `print`: the signal may have come while that was writing
+            os.write(2, b"\nstopping after this step; press Ctrl-C again to end it now\n")
 
 
 @contextlib.contextmanager

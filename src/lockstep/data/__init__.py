@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from lockstep.core.errors import DataError
+from lockstep.core.names import DATASETS
 from lockstep.core.registry import pick
 from lockstep.data.dataset import Dataset
 from lockstep.data.fashion_mnist import read_folder, read_mini
@@ -10,11 +11,6 @@ from lockstep.data.npz import read_npz
 from lockstep.data.sources import Progress, find_or_fetch, no_progress
 
 __all__ = ["DATASETS", "Dataset", "load_dataset"]
-
-DATASETS = {
-    "fashion-mnist": "60,000 training and 10,000 test images of 10 kinds of clothing",
-    "fashion-mnist-mini": "2,000 + 500 of them, shipped with Lockstep",
-}
 
 
 def load_dataset(name: str, data_dir: Path | None = None, progress: Progress = no_progress) -> Dataset:

@@ -6,9 +6,11 @@
     4. public mirrors        over HTTPS, into the cache; an interrupted download is resumed
     5. Debian's package      fetched and unpacked into the cache, without installing it
 
-Whatever the source, a file enters the cache only after its unpacked bytes have been verified.
+Whatever the source, a file enters the cache only after its unpacked bytes have been verified. One process at a time
+fetches; the others wait for it, and find what it has fetched.
 """
 
+import fcntl
 import http.client
 import os
 import shutil
@@ -16,7 +18,8 @@ import subprocess
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +34,7 @@ MIRRORS = (
     "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion",
 )
 TIMEOUT_SECONDS = 10.0  # to connect, and between two pieces of a response
+MAX_BYTES = 1 << 26  # of a download: the largest of the four files has 26 MB, and a wrong mirror could fill the disk
 APT_TIMEOUT_SECONDS = 300.0
 
 Progress = Callable[[str, int, int], None]  # (what is fetched, bytes so far, bytes in total or 0 if unknown)
@@ -66,7 +70,34 @@ def find_or_fetch(
         return found
     if data_dir is not None:
         raise DataError(_what_is_wrong_with(data_dir))
-    cache, names = cache_folder(), ", ".join(f"{file.name}.gz" for file in FILES)
+    cache = cache_folder()
+    with alone_in(cache, progress):
+        found = locate()  # another process may have fetched it in the meantime
+        return _fetch(cache, progress, mirrors) if found is None else found
+
+
+@contextmanager
+def alone_in(cache: Path, progress: Progress) -> Iterator[None]:
+    """Waits until no other process fetches into `cache`: ranks start together, and would write into the same file."""
+    try:
+        folder = os.open(_writable(cache), os.O_RDONLY)
+    except (DataError, OSError):
+        yield  # there is nothing to write to: whoever tries says so
+        return
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress("Fashion-MNIST, in another process", 0, 0)
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        except OSError:
+            pass  # some network file systems have no locks
+        yield
+    finally:
+        os.close(folder)  # and with it the lock
+
+
+def _fetch(cache: Path, progress: Progress, mirrors: tuple[str, ...]) -> Path:
     tried = [f"{cache}: not there", f"{SYSTEM_FOLDER}: not there"]
     for name, fetch in [(url, partial(from_mirror, url)) for url in mirrors] + [(FROM_DEBIAN, from_debian)]:
         try:
@@ -74,6 +105,7 @@ def find_or_fetch(
             return cache
         except (DataError, OSError) as problem:
             tried.append(f"{name}: {problem}")
+    names = ", ".join(f"{file.name}.gz" for file in FILES)
     raise DataError(
         "Fashion-MNIST could not be found or fetched. Tried:\n"
         + "".join(f"  - {line}\n" for line in tried)
@@ -134,6 +166,9 @@ def download(url: str, part: Path, progress: Progress = no_progress) -> None:
         total = start + int(response.headers.get("Content-Length") or 0)
         with part.open("ab" if is_resumed else "wb") as out:
             while piece := response.read(1 << 16):
+                if out.tell() + len(piece) > MAX_BYTES:
+                    part.unlink()
+                    raise DataError(f"it sends more than {MAX_BYTES:,} bytes for {url.rpartition('/')[2]}")
                 out.write(piece)
                 progress(url.rpartition("/")[2], out.tell(), total)
         if total > start and part.stat().st_size < total:

@@ -1,9 +1,11 @@
 """The text's LeNet, from scratch: 129,068 parameters in eight tensors."""
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 
 from lockstep.backends import Tensor, backend_of
-from lockstep.core.errors import ConfigError
+from lockstep.core.errors import BackendError, ConfigError
 from lockstep.core.layout import Array
 from lockstep.core.random import keyed_random
 
@@ -35,6 +37,8 @@ def lenet(X: Tensor, params: list[Tensor]) -> Tensor:
     >>> lenet(np.ones((3, 1, 28, 28), np.float32), list(init_lenet(seed=0).values())).shape
     (3, 10)
     """
+    params = list(params.values()) if isinstance(params, Mapping) else params
+    check_one_framework(X, params)
     return lenet_layers(checked_images(X, params), params)
 
 
@@ -46,6 +50,17 @@ def lenet_layers(X: Tensor, params: list[Tensor]) -> Tensor:
     h2 = ops.conv_relu_pool2d(h1, W2, b2, 2)
     h3 = ops.relu(ops.linear(ops.flatten(h2), W3, b3))
     return ops.linear(h3, W4, b4)
+
+
+def check_one_framework(X: Tensor, params: Sequence[Tensor]) -> None:
+    """Refuses parameters that are not in the framework of the samples; the error says how to get them into it."""
+    own = backend_of(X).name
+    given = [param for param in params if not type(param).__module__.startswith("lockstep.")]  # traced by a backend
+    for other in (found for param in given if (found := backend_of(param).name) != own):
+        raise BackendError(
+            f"X is in {own} and the parameters are in {other}. Copy the parameters into {own}: "
+            f'get_params(params, device, backend="{own}").'
+        )
 
 
 def checked_images(X: Tensor, params: list[Tensor]) -> Tensor:

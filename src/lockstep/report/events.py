@@ -84,6 +84,12 @@ def _shown(name: str, value: Any) -> str:
     return f"{value:.2f}" if name == "seconds" else f"{value:.4f}"
 
 
+class TrainedParams(dict[str, Array]):
+    """Trained parameters by name, as arrays of numpy; `get_params` copies them into the framework that trained them."""
+
+    backend: str | None = None
+
+
 @dataclass(frozen=True, repr=False)
 class Result:
     """The result of a run. It shows itself as a short table; `plot()` draws its curves."""
@@ -99,7 +105,7 @@ class Result:
     weights_sha256: str
     history: list[EpochDone]  # a table with a row for each epoch: epoch, seconds, train_loss, test_accuracy, metrics
     run: Path | None  # the run's folder, where one was asked for
-    params: dict[str, Array] = field(repr=False)  # the trained parameters by name, in model order
+    params: dict[str, Array] = field(repr=False)  # trained, by name, in model order; `get_params` makes tensors of them
     metrics: dict[str, float] = field(default_factory=dict)  # of the test samples, after the last epoch
     peak_memory: dict[str, int] = field(default_factory=dict)  # bytes, by device; logical CPU devices share one
     device_memory: list[dict[str, int]] = field(default_factory=list)  # bytes by rank: parameters, gradient, optimizer
@@ -113,6 +119,9 @@ class Result:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "history", History(self.history))
+        params = TrainedParams(self.params)
+        params.backend = self.backend
+        object.__setattr__(self, "params", params)
 
     def plot(self) -> Any:
         """The curves of the run as a figure of matplotlib: loss and accuracy against the epoch."""

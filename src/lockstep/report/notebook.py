@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +10,8 @@ from dataclasses import asdict
 from html import escape
 from typing import Any
 
+from lockstep.core.interrupts import Interrupts
+from lockstep.core.notebook_kernel import in_notebook as in_notebook
 from lockstep.report.console import Console, description, epoch_line, last_lines
 from lockstep.report.events import EpochDone, Event, Incident, Result, RunDone, RunStarted, RunStopped, StepDone, Traced
 from lockstep.report.runlog import to_json
@@ -31,15 +32,6 @@ STYLE = """<style>
 .lockstep-run .line.faint { stroke-width: 1; opacity: .4; }
 .lockstep-run .dot { fill: #2563c9; }
 </style>"""
-
-
-def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook."""
-    if "ipykernel" not in sys.modules:
-        return False
-    from IPython import get_ipython
-
-    return hasattr(get_ipython(), "kernel")
 
 
 def run_display() -> "Console | NotebookDisplay":
@@ -179,7 +171,7 @@ def event_of(line: str) -> Event:
 
 @contextmanager
 def shown_here() -> Iterator[Forward]:
-    """Shows in this process what another, forked from it, writes into the `Forward`."""
+    """Shows in this process what another, forked from it, writes into the `Forward`; and that an interrupt was seen."""
     receiving, sending = os.pipe()
 
     def show_all() -> None:
@@ -190,7 +182,8 @@ def shown_here() -> Iterator[Forward]:
     thread = threading.Thread(target=show_all, name="lockstep notebook", daemon=True)
     thread.start()
     try:
-        yield Forward(sending)
+        with Interrupts(notify=True, raises=False):  # the one of the run, inside this one, is quiet
+            yield Forward(sending)
     finally:
         os.close(sending)
         thread.join(timeout=10)

@@ -11,7 +11,8 @@ from lockstep.report.timeline import StepTimeline, timeline_of
 from lockstep.report.waterfall_chart import Waterfall, waterfall_of
 
 NUM_COLORS = 6
-BAD = ("killed", "stopped")
+BAD = ("killed", "lost", "stopped")
+MARKED = ("killed", "lost", "resumed", "healed")
 
 
 class Setting(NamedTuple):
@@ -47,6 +48,7 @@ class ShownRun(NamedTuple):
     run: RecordedRun
     command: str  # that repeats it
     about: str
+    notes: list[str]  # that it began with
     tiles: list[tuple[str, str]]
     timeline: StepTimeline | None
     waterfall: Waterfall | None
@@ -94,6 +96,7 @@ def _shown(run: RecordedRun, command: str) -> ShownRun:
         run,
         command,
         _about(run),
+        [printable(str(note)) for note in (run.started[0].get("notes") or [] if run.started else [])],
         _tiles(run),
         timeline_of(read_trace(run)),
         waterfall_of(run.explanation),
@@ -114,7 +117,7 @@ def _about(run: RecordedRun) -> str:
     data = f"{config.get('data')}"
     if isinstance(start.get("num_train_samples"), int):
         data += f" ({start['num_train_samples']:,} training samples)"
-    batch = f"batch {config.get('batch_size')} in {config.get('num_shards')} shards"
+    batch = f"batch {_counted(config.get('batch_size'))} in {config.get('num_shards')} shards"
     where = f"{config.get('backend')} {start.get('backend_version', '')} on {', '.join(run.devices)}"
     return printable(f"{model}{size} on {data}; {batch}; {where}")
 
@@ -140,10 +143,14 @@ def _incident(found: dict[str, Any]) -> dict[str, str]:
     return {
         "event": printable(kind),
         "time": time.strftime("%H:%M:%S", time.localtime(when)) if isinstance(when, (int, float)) else "",
-        "step": str(found["step"]),
+        "step": _counted(found["step"]),
         "sentence": printable(str(found["sentence"])),
         "class": "bad" if kind in BAD else "",
     }
+
+
+def _counted(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _charts(runs: Sequence[RecordedRun]) -> list[tuple[str, str, str]]:
@@ -153,7 +160,7 @@ def _charts(runs: Sequence[RecordedRun]) -> list[tuple[str, str, str]]:
         (each["step"] / run.steps_per_epoch, f"{each['event']}: {each['sentence']}")
         for run in runs
         for each in run.incidents
-        if each["event"] in ("killed", "resumed", "healed") and isinstance(each["step"], int)
+        if each["event"] in MARKED and isinstance(each["step"], int)
     ]
     found = []
     for title, unit, of_steps, of_epochs, y_range in (
@@ -208,7 +215,7 @@ def _facts(runs: Sequence[RecordedRun]) -> list[Fact]:
         Fact("training loss", of(lambda run: rounded(run.epochs[-1]["train_loss"] if run.epochs else None, 4))),
         Fact("seconds an epoch", of(lambda run: rounded(run.seconds_per_epoch, 2))),
         Fact("samples/s", of(lambda run: rounded(run.result.get("samples_per_second"), 0))),
-        Fact("steps", of(lambda run: run.result.get("steps", run.steps[-1]["step"] if run.steps else ""))),
+        Fact("steps", of(lambda run: _counted(run.result.get("steps", run.steps[-1]["step"] if run.steps else "")))),
         Fact("devices at the end", of(lambda run: ", ".join(run.devices))),
         Fact("incidents", of(lambda run: len(run.incidents))),
         Fact("weights sha256", of(lambda run: run.weights_sha256), is_code=True),

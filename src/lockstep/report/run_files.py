@@ -27,6 +27,7 @@ LINE = {  # the types of what is read of a line of metrics.jsonl
     **dict.fromkeys(("event", "sentence", "reason", "model", "backend_version"), str),
 }
 CURVES = ("started", "step", "epoch", "done", "traced")  # all other events are incidents
+CONTINUES = ("continuing after step ", "all ", "There is no checkpoint in ")  # what a resumed run begins with
 MAX_DEPTH = 3  # of folders below the one that is searched for runs
 
 
@@ -117,7 +118,8 @@ def read_recorded(folder: Path) -> RecordedRun:
         elif kind in ("started", "resumed"):
             at = number(line.get("step"), 0)
             if kind == "resumed":
-                run.incidents += _resumed(line, last, max(steps, default=0))
+                said = [note for each in run.started for note in each.get("notes") or []]
+                run.incidents += _resumed(line, last, max(steps, default=0), said)
             steps = {step: each for step, each in steps.items() if step <= at}
             run.started.append(line)
         elif kind == "traced":
@@ -134,8 +136,8 @@ def read_recorded(folder: Path) -> RecordedRun:
     return run
 
 
-def _resumed(line: dict[str, Any], last: str, last_step: int) -> list[dict[str, Any]]:
-    """What a resumed run says about itself; a run that was killed could not say so."""
+def _resumed(line: dict[str, Any], last: str, last_step: int, said: list[str]) -> list[dict[str, Any]]:
+    """What a resumed run says about itself, but for what it has said before; a run that was killed could not say so."""
     at, when = number(line.get("step"), 0), line.get("time")
     found = []
     if not line.get("num_restarts") and last not in ("stopped", "done", "early_stop"):
@@ -143,9 +145,14 @@ def _resumed(line: dict[str, Any], last: str, last_step: int) -> list[dict[str, 
             f"The run ended without a word after step {last_step} or later: it was killed, or the machine failed."
         )
         found.append({"event": "killed", "time": None, "step": last_step, "sentence": sentence})
-    notes = [str(note) for note in line.get("notes") or []]
-    sentence = ". ".join(note.rstrip(".") for note in notes) or f"continuing after step {at}"
-    return [*found, {"event": "resumed", "time": when, "step": at, "sentence": f"{sentence}."}]
+    resumed = f"continuing after step {at}"
+    for note in [str(note).rstrip(".") for note in line.get("notes") or [] if note not in said]:
+        if note.startswith(CONTINUES):
+            resumed = note
+        else:
+            kind = "note" if not line.get("num_restarts") else "killed" if " was killed by " in note else "lost"
+            found.append({"event": kind, "time": when, "step": last_step, "sentence": f"{note}."})
+    return [*found, {"event": "resumed", "time": when, "step": at, "sentence": f"{resumed}."}]
 
 
 def read_trace(run: RecordedRun) -> list[dict[str, Any]]:

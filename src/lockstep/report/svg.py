@@ -6,7 +6,7 @@ from html import escape
 from typing import NamedTuple
 
 WIDTH, HEIGHT = 460, 250
-LEFT, RIGHT, TOP, BOTTOM = 50, 16, 12, 34
+LEFT, RIGHT, TOP, BOTTOM = 50, 16, 12, 38
 MAX_POINTS = 600  # of a curve: more than a screen can show
 
 
@@ -48,14 +48,14 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
 def label(value: float) -> str:
     """A number for an axis.
 
-    >>> label(0.2), label(12500), label(3.0), label(0.00025)
-    ('0.2', '12.5k', '3', '2.5e-04')
+    >>> label(0.2), label(1250), label(12500), label(3.0), label(0.00025)
+    ('0.2', '1,250', '12.5k', '3', '2.5e-04')
     """
     if abs(value) >= 1e6:
         return f"{value / 1e6:g}M"
     if abs(value) >= 1e4:
         return f"{value / 1e3:g}k"
-    return f"{value:g}" if value == 0 or abs(value) >= 1e-3 else f"{value:.1e}"
+    return f"{value:,g}" if value == 0 or abs(value) >= 1e-3 else f"{value:.1e}"
 
 
 def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -102,9 +102,15 @@ def line_chart(chart: Chart) -> str:
 
 
 def padded(low: float, high: float) -> tuple[float, float]:
-    """A range with a little room; from 0 where that is near."""
-    room = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
-    return (0.0 if 0 <= low < 0.4 * high or low == high > 0 else low - room), high + room
+    """A range with a little room; from 0 where that is near. It is a tenth of the values at least: noise is no trend.
+
+    >>> padded(0.0, 2.0), padded(2.3024, 2.3038)
+    ((0.0, 2.12), (2.18791, 2.41829))
+    """
+    if 0 <= low < 0.4 * high or low == high > 0:
+        return 0.0, high + (0.06 * (high - low) or 0.1 * high)
+    room = max(0.06 * (high - low), (0.1 * max(abs(low), abs(high)) - (high - low)) / 2) or 1.0
+    return round(low - room, 12), round(high + room, 12)
 
 
 def _curve(series: Series, places: list[tuple[float, float]], points: list[tuple[float, float]]) -> list[str]:
@@ -130,39 +136,47 @@ class Bar(NamedTuple):
     kind: str
     start: float
     end: float
+    color: str = ""  # a class of the page's; without one, that of the kind
 
 
-ROW, LABELS, ROWS_WIDTH = 30, 118, 940
+class Row(NamedTuple):
+    """A row of bars: its name, the bars, and a number at its end."""
+
+    name: str
+    bars: Sequence[Bar]
+    number: str = ""
 
 
-def rows_chart(title: str, rows: Sequence[tuple[str, Sequence[Bar]]], end: float) -> str:
-    """A row for each device, times in milliseconds."""
-    height = ROW * len(rows) + 34
+def rows_chart(title: str, rows: Sequence[Row], end: float) -> str:
+    """Rows of bars, times in milliseconds. Places are shares of the width, so that text keeps its size on a phone."""
 
     def place(ms: float) -> float:
-        return LABELS + (ROWS_WIDTH - LABELS - 14) * ms / (end or 1.0)
+        return 100 * min(max(0.0, ms), end) / (end or 1.0)
 
-    parts = [f'<svg class="rows" viewBox="0 0 {ROWS_WIDTH} {height}" role="img" aria-label="{escape(title)}">']
     marks = ticks(0, end, 8)
+    lines = "".join(f'<line class="grid" x1="{place(ms):.2f}%" x2="{place(ms):.2f}%" y2="100%"/>' for ms in marks)
+    has_numbers = "with-numbers" if any(row.number for row in rows) else ""
+    parts = [f'<div class="rows {has_numbers}" role="img" aria-label="{escape(title)}">']
+    for row in rows:
+        size = (4, 12) if row.name.startswith("+") else (2, 18)  # what overlaps with the row above is thinner
+        bars = "".join(_rectangle(bar, place(bar.start), place(bar.end), size) for bar in joined(row.bars))
+        parts.append(f'<div><span class="row-name">{escape(row.name)}</span><svg>{lines}{bars}</svg>')
+        parts.append(f'<span class="row-number">{escape(row.number)}</span></div>')
+    texts = []
     for ms in marks:
-        parts.append(f'<path class="grid" d="M{place(ms):.1f} 4V{height - 26}"/>')
-        parts.append(
-            f'<text class="tick" x="{place(ms):.1f}" y="{height - 10}" text-anchor="middle">{label(ms)}</text>'
-        )
-    if len(marks) < 2 or place(marks[-1]) < ROWS_WIDTH - 60:
-        parts.append(f'<text class="axis" x="{ROWS_WIDTH - 2}" y="{height - 10}" text-anchor="end">ms</text>')
-    else:
-        parts.append(f'<text class="axis" x="{LABELS - 10}" y="{height - 10}" text-anchor="end">ms</text>')
-    for number, (name, bars) in enumerate(rows):
-        top = ROW * number + 6
-        is_below = name.startswith("+")  # what overlaps with the row above
-        parts.append(f'<text class="row-name" x="{LABELS - 10}" y="{top + 15}" text-anchor="end">{escape(name)}</text>')
-        for bar in joined(bars):
-            x, width = place(bar.start), max(place(bar.end) - place(bar.start), 0.4)
-            told = escape(f"{bar.kind}: {bar.end - bar.start:.2f} ms")
-            size = f'x="{x:.1f}" y="{top + 5 * is_below}" width="{width:.1f}" height="{ROW - 10 - 8 * is_below}"'
-            parts.append(f'<rect class="k-{kind_class(bar.kind)}" {size}><title>{told}</title></rect>')
-    return "".join([*parts, "</svg>"])
+        if 0 < place(marks[-1]) - place(ms) < 14 and place(marks[-1]) > 94:
+            continue  # the last one has a unit, and stands to its left
+        anchor = "end" if place(ms) > 94 else "middle" if place(ms) > 2 else "start"
+        unit = " ms" if ms == marks[-1] else ""
+        texts.append(f'<text class="tick" x="{place(ms):.2f}%" y="12" text-anchor="{anchor}">{label(ms)}{unit}</text>')
+    return "".join([*parts, f'<div><span></span><svg class="ticks">{"".join(texts)}</svg><span></span></div></div>'])
+
+
+def _rectangle(bar: Bar, start: float, end: float, size: tuple[int, int]) -> str:
+    told = escape(f"{bar.kind}: {bar.end - bar.start:.2f} ms")
+    left, width = min(start, end), max(abs(end - start), 0.1)
+    box = f'x="{left:.2f}%" y="{size[0]}" width="{width:.2f}%" height="{size[1]}"'
+    return f'<rect class="k-{bar.color or kind_class(bar.kind)}" {box}><title>{told}</title></rect>'
 
 
 def joined(bars: Sequence[Bar]) -> list[Bar]:

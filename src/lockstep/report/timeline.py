@@ -3,7 +3,7 @@
 from statistics import median
 from typing import Any, NamedTuple
 
-from lockstep.report.svg import Bar, kind_class, rows_chart
+from lockstep.report.svg import Bar, Row, kind_class, rows_chart
 
 ORDER = ("data", "forward", "backward", "forward and backward", "exchange", "update", "wait")
 
@@ -12,8 +12,8 @@ class StepTimeline(NamedTuple):
     """One step of a traced run, the one of median length, and the mean over its steps."""
 
     step: int
-    timeline: str  # SVG
-    parts: str  # SVG: the mean time of each part, by device
+    timeline: str  # HTML
+    parts: str  # HTML: the mean time of each part, by device
     kinds: list[tuple[str, str]]  # the legend: kind, class
     rows: list[tuple[str, dict[str, float]]]  # device -> kind -> milliseconds
     total: float  # milliseconds of a step, mean
@@ -38,7 +38,7 @@ def timeline_of(trace: list[dict[str, Any]]) -> StepTimeline | None:
     shown = min(steps, key=lambda step: (abs(lengths[step] - middle), step))
     origin = _start(spans[shown])
     rows = [
-        (
+        Row(
             _row_name(names.get(row, str(row))),
             [Bar(b.kind, b.start - origin, b.end - origin) for b in spans[shown][row]],
         )
@@ -46,10 +46,10 @@ def timeline_of(trace: list[dict[str, Any]]) -> StepTimeline | None:
         if row in spans[shown]
     ]
     means = [(_row_name(names[row]), _mean(spans, steps, row)) for row in names if ", " not in names[row]]
-    found = dict.fromkeys(bar.kind for _, bars in rows for bar in bars) | dict.fromkeys(k for _, m in means for k in m)
+    found = dict.fromkeys(bar.kind for row in rows for bar in row.bars) | dict.fromkeys(k for _, m in means for k in m)
     kinds = sorted(found, key=lambda kind: ORDER.index(kind) if kind in ORDER else len(ORDER))
     total = max((sum(by_kind.values()) for _, by_kind in means), default=0.0)
-    stacked = [(name, _stacked(by_kind)) for name, by_kind in means]
+    stacked = [Row(name, _stacked(by_kind)) for name, by_kind in means]
     return StepTimeline(
         shown,
         rows_chart("One step, a row for each device", rows, lengths[shown]),

@@ -1,6 +1,8 @@
 """The arguments of the text's functions, checked and put into the form that a step takes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any
 
 import numpy as np
 
@@ -9,8 +11,12 @@ from lockstep.core.device import Device
 from lockstep.core.errors import ConfigError
 from lockstep.core.layout import Layout, sha256_of
 from lockstep.data.batch import Batch
+from lockstep.models.lenet import check_one_framework
 from lockstep.runtime.inprocess import InProcess
 
+EVALUATIONS = (
+    "Call evaluate_accuracy(X, y, device_params, devices), or evaluate_accuracy(test_iter, device_params, devices)."
+)
 COPIES = "[get_params(params, device) for device in devices]"
 
 
@@ -22,6 +28,24 @@ def backend_of_batch(X: Tensor, y: Tensor) -> Backend:
     if not len(X):
         raise ConfigError("The batch is empty. Give it one sample or more.")
     return backend
+
+
+def labelled_batches(X: Any, y: Any) -> tuple[Tensor, Iterator[tuple[Tensor, Tensor]]]:
+    """The first samples, and all batches (X, y): of samples and labels, or of an iterator that yields such pairs."""
+    if y is None and (hasattr(X, "dtype") or not isinstance(X, Iterable)):
+        raise ConfigError(f"There are samples without labels. {EVALUATIONS}")
+    pairs = iter(X if y is None else [(X, y)])
+    first = next(pairs, None)
+    if first is None:
+        raise ConfigError("The iterator yields no batches. Give it one sample or more.")
+
+    def checked(batch: Any) -> tuple[Tensor, Tensor]:
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            raise ConfigError(f"The iterator yields {type(batch).__name__}, not pairs (X, y). {EVALUATIONS}")
+        backend_of_batch(*batch)
+        return batch[0], batch[1]
+
+    return checked(first)[0], map(checked, chain([first], pairs))
 
 
 def as_labels(backend: Backend, y: Tensor) -> Tensor:
@@ -36,9 +60,12 @@ def as_labels(backend: Backend, y: Tensor) -> Tensor:
 
 def check_replicas(X: Tensor, device_params: list[list[Tensor]], devices: Sequence[str]) -> list[Device]:
     """The devices; each must have a list of float32 parameters in the framework of `X`."""
+    if not isinstance(devices, Sequence) or not isinstance(device_params, Sequence):
+        raise ConfigError(f"The parameters and the devices must be lists, one entry for each device: {COPIES}.")
     if len(device_params) != len(devices) or not all(isinstance(params, list) for params in device_params):
         raise ConfigError(f"The parameters must be one list for each of the {len(devices)} devices: {COPIES}.")
     all_params = [param for params in device_params for param in params]
+    check_one_framework(X, all_params)
     backend = backend_of_all([X, *all_params])
     for number, param in enumerate(all_params):
         if "float32" not in str(param.dtype):

@@ -6,7 +6,9 @@ from typing import Any
 
 from lockstep.config import TYPES, RunConfig, field_of, settings_in
 from lockstep.core.entry_points import describe
-from lockstep.core.errors import ConfigError
+from lockstep.core.errors import ConfigError, Interrupted
+from lockstep.core.notebook_kernel import in_notebook
+from lockstep.core.registry import nearest
 from lockstep.core.settings import option_of
 from lockstep.core.torchrun_env import prints_result
 from lockstep.report.events import Result
@@ -20,6 +22,16 @@ OBJECTS = {  # settings that may be an object instead of a name
     "optimizer": "a name, or a function of the parameters",
 }
 ONLY_OBJECTS = ("scheduler", "metrics", "collate_fn", "sampler", "on_step", "on_epoch")
+
+
+class UnknownSetting(TypeError):
+    """A keyword argument that is no setting; the message has the nearest name, or all that Python takes."""
+
+    def __init__(self, option: str) -> None:
+        options = [*inspect.signature(train).parameters]
+        hint = nearest(option, [*options, *(each.name for each in settings_in())])
+        every = "See help(lockstep.train)." if hint else f"There are: {', '.join(options)}."
+        super().__init__(f"unexpected keyword argument {option!r}.{hint} {every}")
 
 
 def train(
@@ -62,10 +74,23 @@ def train(
     (['cpu:0', 'cpu:1'], 8)
     """
     texts = {"num_gpus": num_gpus, "batch_size": batch_size, "lr": lr, "num_epochs": num_epochs}
-    result = run(*settings_of({**texts, **settings}), quiet=quiet, resume=resume)
+    try:
+        result = run(*settings_of({**texts, **settings}), quiet=quiet, resume=resume)
+    except (ConfigError, UnknownSetting) as problem:  # about what was asked for: lines of ours would not help
+        raise problem.with_traceback(None) from problem.__cause__
+    except Interrupted as stopped:
+        if stopped.result is not None:
+            stopped.args = (f"{stopped} {_where_the_result_is()}",)
+        raise stopped.with_traceback(None) from stopped.__cause__
     if not quiet and prints_result():
         print(result.lines())
     return result
+
+
+def _where_the_result_is() -> str:
+    """How a program gets what an interrupted run has trained."""
+    after = "in the next cell: import sys; result = sys.last_value.result; or with " if in_notebook() else "with "
+    return f"Get the result so far {after}`except lockstep.Interrupted as stopped: result = stopped.result`."
 
 
 def settings_of(given: dict[str, Any]) -> tuple[RunConfig, UserObjects]:
@@ -90,8 +115,7 @@ def _config_settings(named: dict[str, Any]) -> dict[str, Any]:
         try:
             each = field_of({"num_gpus": "devices"}.get(option, option))
         except StopIteration:
-            known = ", ".join(option_of(each) for each in settings_in())
-            raise TypeError(f"unexpected keyword argument {option!r}. There are: {known}.") from None
+            raise UnknownSetting(option) from None
         name = each.name
         if value is None and name in OBJECTS:
             raise ConfigError(f"The {name} is None. Leave it out for the default, or give {OBJECTS[name]}.")
