@@ -1,12 +1,14 @@
 """What the picture of a run says besides its curves: a title, a caption, and the losses of single batches."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lockstep.core.errors import ConfigError
 from lockstep.core.files import printable
-from lockstep.report.events import EpochDone, RunStarted
+from lockstep.report.events import EpochDone, Result, RunStarted
 from lockstep.report.plots import Caption
+from lockstep.report.result_tables import MANY, listed_devices
 from lockstep.report.run_files import read_recorded
 
 
@@ -17,7 +19,9 @@ def caption_of(started: RunStarted | None, history: list[EpochDone]) -> Caption:
     config = started.config
     title = f"{started.model or config['model']} on {Path(str(config['data'])).name}"
     seconds = sum(done.seconds for done in history) / max(1, len(history))
-    devices = f"{len(started.devices)} device{'s' * (len(started.devices) > 1)} ({', '.join(started.devices)})"
+    num_devices = len(started.devices)
+    devices = f"{num_devices} device{'s' * (num_devices > 1)} ({', '.join(started.devices)})"
+    devices = listed_devices(started.devices) if num_devices > MANY else devices
     parts = [
         f"batch {config['batch_size']} in {config['num_shards']} shards",
         f"{config['optimizer']}{_rate(config)}",
@@ -27,6 +31,33 @@ def caption_of(started: RunStarted | None, history: list[EpochDone]) -> Caption:
         devices,
     ]
     return Caption(printable(title), printable("; ".join(parts)))
+
+
+def common_caption(settings: Sequence[dict[str, Any]], results: Sequence[Result]) -> Caption:
+    """Title and caption of a comparison: what all runs have in common."""
+
+    def common(name: str, text: str) -> list[str]:
+        values = list(dict.fromkeys(str(each.get(name)) for each in settings))
+        return [text.format(values[0])] if len(values) == 1 and values[0] != "None" else []
+
+    def named(name: str) -> str:
+        return " and ".join(dict.fromkeys(Path(str(each.get(name))).name for each in settings))
+
+    lengths = sorted({len(result.history) for result in results})
+    epochs = (
+        f"{lengths[0]} epoch{'s' * (lengths[0] > 1)}" if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]} epochs"
+    )
+    versions = dict.fromkeys(f"{result.backend} {result.backend_version}" for result in results)
+    parts = [
+        *common("batch_size", "batch {}"),
+        *common("num_shards", "{} shards"),
+        *common("optimizer", "{}"),
+        *common("learning_rate", "lr {}"),
+        *common("seed", "seed {}"),
+        epochs,
+        ", ".join(versions),
+    ]
+    return Caption(printable(f"{named('model')} on {named('data')}"), printable("; ".join(parts)))
 
 
 def _rate(config: dict[str, Any]) -> str:
