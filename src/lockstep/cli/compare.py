@@ -1,5 +1,6 @@
 """`lockstep compare`: the text's first two exercises, a sweep of runs; or runs that are there already, compared."""
 
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -7,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lockstep.cli import options
+from lockstep.cli.output import say
+from lockstep.core.terminal import width_of
 
 if TYPE_CHECKING:
     from lockstep.training.sweep_file import Sweep
@@ -94,8 +97,8 @@ def compare(
             to_json({"rows": found.plain(), "target": found.target.value, "sentence": found.sentence(), "out": folder})
         )
         return
-    typer.echo(found)
-    typer.echo(f"{folder / 'compare.csv'}, {folder / 'compare.png'}")
+    typer.echo(found.text_table(width_of(sys.stdout)))
+    say(f"{found.sentence()}\n{folder / 'compare.csv'}, {folder / 'compare.png'}")
 
 
 def given_options(context: typer.Context) -> dict[str, Any]:

@@ -27,26 +27,29 @@ def html_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def narrowed(rows: Sequence[Sequence[str]], width: int | None, less_needed: Sequence[str]) -> list[tuple[str, ...]]:
-    """The rows without as many of the columns `less_needed`, in this order, as do not fit into `width`.
+    """The rows with as many of the columns `less_needed` as fit into `width`; the first of them are left out first.
 
-    >>> narrowed([("run", "data"), ("first", "fashion-mnist")], 10, ["data"])
-    [('run',), ('first',)]
+    >>> narrowed([("run", "data", "k"), ("first", "fashion-mnist", "2")], 10, ["data", "k"])
+    [('run', 'k'), ('first', '2')]
     """
-    found = [tuple(row) for row in rows]
-    for title in less_needed:
-        line = sum(max(map(len, column)) + 2 for column in zip(*found, strict=True)) - 2
-        if width is None or line <= width:
-            break
-        if title in found[0]:
-            at = found[0].index(title)
-            found = [(*row[:at], *row[at + 1 :]) for row in found]
-    return found
+    columns = {column[0]: max(map(len, column)) + 2 for column in zip(*rows, strict=True)}
+    kept = {title for title in columns if width is None or title not in less_needed}
+    for title in reversed(less_needed):
+        if title in columns and width is not None and sum(columns[each] for each in {*kept, title}) - 2 <= width:
+            kept.add(title)
+    return [tuple(cell for cell, title in zip(row, rows[0], strict=True) if title in kept) for row in rows]
+
+
+def device_names(devices: Sequence[str]) -> str:
+    """The names of devices; of many, the first and the last.
+
+    >>> device_names(["cpu:0", "cpu:1"]), device_names([f"cpu:{i}" for i in range(16)])
+    ('cpu:0, cpu:1', 'cpu:0 ... cpu:15')
+    """
+    return ", ".join(devices) if len(devices) <= MANY else f"{devices[0]} ... {devices[-1]}"
 
 
 def listed_devices(devices: Sequence[str]) -> str:
-    """The names of devices; of many, the first and the last.
-
-    >>> listed_devices(["cpu:0", "cpu:1"]), listed_devices([f"cpu:{i}" for i in range(16)])
-    ('cpu:0, cpu:1', '16 devices (cpu:0 ... cpu:15)')
-    """
-    return ", ".join(devices) if len(devices) <= MANY else f"{len(devices)} devices ({devices[0]} ... {devices[-1]})"
+    """The names of devices; of many, their number too."""
+    names = device_names(devices)
+    return names if len(devices) <= MANY else f"{len(devices)} devices ({names})"

@@ -8,7 +8,7 @@ from lockstep.core.errors import ConfigError
 from lockstep.core.files import printable
 from lockstep.report.events import EpochDone, Result, RunStarted
 from lockstep.report.plots import Caption
-from lockstep.report.result_tables import MANY, listed_devices
+from lockstep.report.result_tables import device_names
 from lockstep.report.run_files import read_recorded
 
 
@@ -20,8 +20,7 @@ def caption_of(started: RunStarted | None, history: list[EpochDone]) -> Caption:
     title = f"{started.model or config['model']} on {Path(str(config['data'])).name}"
     seconds = sum(done.seconds for done in history) / max(1, len(history))
     num_devices = len(started.devices)
-    devices = f"{num_devices} device{'s' * (num_devices > 1)} ({', '.join(started.devices)})"
-    devices = listed_devices(started.devices) if num_devices > MANY else devices
+    devices = f"{num_devices} device{'s' * (num_devices > 1)} ({device_names(started.devices)})"
     parts = [
         f"batch {config['batch_size']} in {config['num_shards']} shards",
         f"{config['optimizer']}{_rate(config)}",
