@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from lockstep.cli.output import complain, say
+from lockstep.cli.output import note, say
 from lockstep.core.terminal import width_of, wrapped
 
 SENTENCE = "A sentence that has many words, more than a narrow terminal has room for in one line of its own."
@@ -42,7 +42,7 @@ def test_words_stay_whole_and_lines_that_fit_stay_as_they_are():
     assert " ".join(" ".join(found[:-2]).split()) == SENTENCE
 
 
-@pytest.mark.parametrize(("print_it", "stream"), [(say, "stdout"), (complain, "stderr")])
+@pytest.mark.parametrize(("print_it", "stream"), [(say, "stdout"), (note, "stderr")])
 def test_what_commands_print_is_wrapped_on_a_terminal_only(monkeypatch, print_it, stream):
     for out, number in ((Terminal(), 3), (io.StringIO(), 1)):
         monkeypatch.setattr(f"sys.{stream}", out)

@@ -12,6 +12,6 @@ def say(text: str) -> None:
     typer.echo(wrapped(text, width_of(sys.stdout)))
 
 
-def complain(text: str) -> None:
+def note(text: str) -> None:
     """Prints sentences on standard error."""
     print(wrapped(text, width_of(sys.stderr)), file=sys.stderr, flush=True)
