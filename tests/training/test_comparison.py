@@ -188,3 +188,14 @@ def test_one_epoch_is_an_axis_from_0_to_1_and_the_picture_says_what_it_is_of():
 
 def test_many_devices_are_not_listed_one_by_one():
     assert "16 devices (cuda:0 ... cuda:15)" in str(Comparison([row(16)]))
+
+
+def test_settings_of_any_kind_in_a_recorded_run_do_not_matter():
+    deep = []
+    for _ in range(5000):
+        deep = [deep]
+    odd = Row({"made_with": deep, "data_sha256": deep, "batch_size": None}, result(0, seconds=(1.0, 0.0)))
+    for rows in ([odd], [odd, row(2)], [odd, odd]):
+        assert Comparison(rows).sentence().endswith(".")
+        assert Comparison(rows).plain()
+        assert Comparison(rows).plot()

@@ -5,6 +5,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from lockstep.config import field_of, settings_in
+from lockstep.core.plain_types import fits
 from lockstep.core.settings import AGREED, IDENTITY, option_of
 from lockstep.report.events import Result
 from lockstep.report.runlog import to_json
@@ -55,7 +56,8 @@ class Row(NamedTuple):
     @property
     def data(self) -> Hashable:
         """What it was trained on: the hash of the data, where it is known, or their name."""
-        return str(self.settings.get("data_sha256") or self.settings.get("data"))
+        sha256 = self.settings.get("data_sha256")
+        return sha256 if isinstance(sha256, str) else self.settings.get("data")
 
     @property
     def same_weights(self) -> Hashable:
@@ -65,7 +67,9 @@ class Row(NamedTuple):
             found["num_epochs"] = self.settings.get("num_epochs")
         exchange = self.settings.get("exchange")
         found |= {"exchange": None if exchange in KEEPS_THE_TREE else exchange, "data": self.data}
-        return to_json({**found, "steps": self.result.steps, "made_with": self.settings.get("made_with")})
+        made_with = self.settings.get("made_with")
+        found["made_with"] = made_with if fits(made_with, dict[str, str]) else None
+        return to_json({**found, "steps": self.result.steps})
 
     @property
     def same_speed(self) -> Hashable:

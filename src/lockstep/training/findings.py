@@ -63,7 +63,7 @@ class Findings(NamedTuple):
                 continue
             speeds = [[row.steady_speed for row in by_count[k]] for k in (few, many)]
             slow, fast = ([each.samples_per_second for each in of_k if each] for of_k in speeds)
-            if slow and fast:
+            if slow and fast and median(slow) > 0:
                 ratios.setdefault((few, many), []).append(median(fast) / median(slow))
             else:
                 has_one_epoch = True
