@@ -563,9 +563,9 @@ BREAKS = [
     Break(
         "plain answers",
         "a speed-up is stated for batches of different sizes",
-        "training/comparison.py",
-        "lambda row: (row.batch_size, *row.more.values())",
-        "lambda row: tuple(row.more.values())",
+        "training/findings.py",
+        "grouped(self.rows, lambda row: row.same_speed)",
+        "grouped(self.rows, lambda row: None)",
         "tests/training/test_sweep.py",
     ),
     Break(

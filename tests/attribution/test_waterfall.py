@@ -186,3 +186,16 @@ def test_the_waterfall_as_text_has_a_line_for_each_part():
 
 def test_nothing_is_explained_where_no_step_was_traced():
     assert explain_run(TracedRun([RankSpans(0, "cpu:0", 0)], {0: []}, {}, 8, [0])) is None
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_the_bars_are_as_wide_as_the_terminal_has_room_for(width):
+    found = Explanation(
+        step_ms=10.0, perfect_ms=4.0, parts=dict.fromkeys(PARTS, 0.7), rest_ms=-0.001, advice="", num_devices=16
+    )
+    lines, default = found.lines(width), found.lines()
+    assert max(map(len, lines)) <= max(width, 60), "names and numbers need that much"
+    assert width < 83 or lines == default
+    assert max(line.count("#") for line in default) == 12
+    assert any(line.split()[:3] == ["+", "rest", "0.00"] for line in lines)
+    assert "-0.00" not in "\n".join(lines)

@@ -174,7 +174,7 @@ def test_compare_scales_the_batch_with_the_devices(lockstep, few):
     answer = lockstep(*arguments, "--lr", "0.1,0.2", "--json")
     assert [row["batch_size"] for row in answer.json["rows"]] == [10, 20, 10, 20]
     assert "the best learning rate is" in answer.json["sentence"].lower()
-    assert "for batch 10 and" in answer.json["sentence"]
+    assert "for batch 10, " in answer.json["sentence"]
     assert "samples a second" not in answer.json["sentence"], "a speed-up is one at equal batch"
 
 
@@ -198,7 +198,7 @@ def test_compare_resumes_and_trains_nothing_twice(lockstep, few, tmp_path):
     assert [row["steps"] for row in longer.json["rows"]] == [9, 9], "three epochs of three steps"
     other = lockstep(*arguments, "--resume", "--epochs", 3, "--seed", 5)
     assert other.status == 2
-    assert "has the seed 0, and 5 is wanted. Choose another --out." in other.err
+    assert "was started with --seed 0, and --seed 5 is another one. Leave --seed out" in other.err
 
 
 def test_compare_sweeps_shards_exchange_engine_and_optimizer(lockstep, few):

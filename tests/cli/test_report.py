@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 
 import pytest
 
+from lockstep.report.runlog import RunLog
 from report.browser import Browser
 
 MAX_BYTES = 2_000_000
@@ -185,3 +187,37 @@ def test_runs_are_listed_and_sorted(lockstep, crashed, plain, tmp_path):
     assert lockstep("runs", "empty").out == "There are no runs in empty.\n"
     assert lockstep("runs").status == 2
     assert "order (--sort)" in lockstep("runs", crashed.parent, "--sort", "size").err
+
+
+def test_a_run_that_is_under_way_is_told_from_one_that_was_killed(lockstep, crashed, tmp_path):
+    folder = tmp_path / "all" / "one"
+    shutil.copytree(crashed, folder)
+    (folder / "result.json").unlink()
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    (folder / "metrics.jsonl").write_text("\n".join(line for line in lines if '"done"' not in line) + "\n")
+
+    def status():
+        (found,) = lockstep("runs", "all", "--json").json
+        return found["status"]
+
+    assert status() == "killed"
+    log = RunLog(folder, is_resumed=True)
+    log.claim()
+    assert status() == "running"
+    log.close()
+    assert status() == "killed"
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_on_a_terminal_the_list_of_runs_fits_into_its_width(lockstep, crashed, plain, monkeypatch, width):
+    whole = lockstep("runs", crashed.parent).out
+    monkeypatch.chdir(crashed.parent.parent)
+    monkeypatch.setattr(sys.modules["lockstep.cli.runs"], "width_of", lambda stream: width)
+    answer = lockstep("runs", crashed.parent.name)
+    assert max(map(len, answer.out.splitlines())) <= width < max(map(len, whole.splitlines()))
+    assert answer.out.split()[0] == "run"
+    assert "finished" in answer.out
+
+
+def test_the_help_says_what_runs_prints_as_json(lockstep):
+    assert "one JSON array" in " ".join(lockstep("runs", "--help").out.replace("│", " ").split())

@@ -86,6 +86,29 @@ def test_without_out_every_run_gets_a_new_folder(lockstep, tiny, tmp_path):
     assert all(name.startswith("lenet-tiny-") for name in names)
 
 
+def test_a_quiet_run_says_where_it_was_recorded_unless_that_was_given(lockstep, few, tmp_path):
+    settings = (
+        "train",
+        "--data",
+        few,
+        "--batch-size",
+        8,
+        "--devices",
+        1,
+        "--epochs",
+        1,
+        "--backend",
+        "numpy",
+        "--quiet",
+    )
+    answer = lockstep(*settings)
+    (run,) = (tmp_path / "runs").iterdir()
+    assert answer.err == f"recorded in runs/{run.name}\n"
+    assert [line.partition(":")[0] for line in answer.out.splitlines()] == ["test acc", "weights sha256"]
+    assert lockstep(*settings, "--out", "mine").err == ""
+    assert lockstep(*settings, "--json").err == ""
+
+
 WRONG = {
     "--devices 0": "0 devices",
     "--devices 9": "9 devices cannot share 8 shards",

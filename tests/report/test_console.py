@@ -10,7 +10,8 @@ from rich.console import Console as RichConsole
 
 from lockstep.report import console as console_module
 from lockstep.report.console import Console, FetchProgress, fetch_progress
-from lockstep.report.events import EpochDone, Incident, RunDone, StepDone
+from lockstep.report.events import EpochDone, Incident, RunDone, StepDone, Traced
+from lockstep.report.waterfall_text import waterfall_lines
 
 ERASE_LINE, HIDE_CURSOR, SHOW_CURSOR = "\x1b[2K", "\x1b[?25l", "\x1b[?25h"
 
@@ -348,3 +349,19 @@ def test_the_loss_is_in_the_bar_and_in_the_lines_of_a_log(make_started, clock):
             console.show(EpochDone(1, 1.0, 1.0, 0.5))
     assert "loss 1.2346" in terminal.getvalue()
     assert "epoch 1/2: step 4, loss 1.2346, 23 samples/s" in log.getvalue()
+
+
+def test_the_bars_of_a_trace_fit_into_the_terminal(make_started, monkeypatch):
+    explanation = {
+        "step_ms": 10.0, "perfect_ms": 4.0, "parts": {"waiting for the slower rank": 6.0}, "rest_ms": -0.001,
+        "num_devices": 2, "num_steps": 5,
+    }  # fmt: skip
+    lines = [*waterfall_lines(explanation), "what to change", "trace.json opens in Perfetto"]
+    monkeypatch.setenv("COLUMNS", "64")
+    terminal, log = Terminal(), io.StringIO()
+    for stream in (terminal, log):
+        with Console(stream) as console:
+            console.show(Traced([], "said", lines, explanation))
+    assert max(map(len, terminal.getvalue().splitlines())) <= 64
+    assert len(terminal.getvalue().splitlines()) == len(lines)
+    assert log.getvalue().splitlines() == lines, "a log has the bars as they are"

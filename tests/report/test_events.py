@@ -4,6 +4,9 @@ import dataclasses
 
 import pytest
 
+import lockstep
+from lockstep.report import plots
+
 
 def test_a_run_ends_with_the_lines_of_the_text(make_result):
     result = make_result(test_accuracy=0.84, seconds_per_epoch=12.3, weights_sha256="0123456789abcdef" * 4)
@@ -82,3 +85,22 @@ def test_the_history_is_a_table_with_a_row_for_each_epoch(make_result):
 
 def test_a_result_draws_its_curves(make_result):
     assert make_result().plot()._repr_png_().startswith(b"\x89PNG")
+
+
+def test_a_result_draws_what_curve_png_shows(tmp_path, few, monkeypatch):
+    """Title, caption and the losses of single batches: one function draws both."""
+    drawn = []
+    draw = plots.draw_curve
+    monkeypatch.setattr(plots, "draw_curve", lambda *given: (drawn.append(given), draw(*given)))
+    settings = {"batch_size": 8, "num_epochs": 2, "data": str(few), "backend": "numpy", "log_every": 1}
+    result = lockstep.train(2, **settings, out=tmp_path / "run", quiet=True)
+    ((history, _, caption, steps),) = drawn
+    figure = result.plot()
+    assert caption.title == figure.get_suptitle() == "lenet on few.npz"
+    assert "batch 8 in 8 shards; sgd, lr 0.2; seed 0; 2 of 2 epochs" in " ".join(figure.get_supxlabel().split())
+    assert " ".join(figure.get_supxlabel().split()) == " ".join(caption.settings.split())
+    assert figure.axes[0].lines[0].get_xydata().tolist() == [list(point) for point in steps]
+    assert len(steps) == 6
+    assert len(history) == 2
+    unrecorded = lockstep.train(2, **settings, quiet=True).plot()
+    assert unrecorded.get_suptitle() == "lenet on few.npz"

@@ -7,20 +7,23 @@ import lockstep
 from lockstep.config import RunConfig
 from lockstep.core.errors import ConfigError
 from lockstep.report.events import EpochDone, Result
-from lockstep.training.comparison import Comparison, Row
-from lockstep.training.sweep import make_sweep
+from lockstep.training.compared_rows import Row
+from lockstep.training.comparison import Comparison
+from lockstep.training.sweep_file import Sweep
 
-MORE = {"num_shards": 8, "optimizer": "sgd", "exchange": "sharded", "engine": "inprocess"}
+SETTINGS = vars(RunConfig(data="fashion-mnist-mini", num_epochs=2, engine="inprocess"))
 
 
 def row(k, batch=256, lr=0.2, accuracies=(0.5, 0.8), speed=1000.0, sha="ab", **more):
-    history = [EpochDone(number, 2.0, 1.0, accuracy) for number, accuracy in enumerate(accuracies, 1)]
+    """A run whose epochs of 2,000 samples all take the same time."""
+    history = [EpochDone(number, 2000 / speed, 1.0, accuracy) for number, accuracy in enumerate(accuracies, 1)]
     result = Result(
-        test_accuracy=accuracies[-1], seconds_per_epoch=2.0, samples_per_second=speed, backend="torch",
+        test_accuracy=accuracies[-1], seconds_per_epoch=2000 / speed, samples_per_second=speed, backend="torch",
         backend_version="2", devices=[f"cuda:{i}" for i in range(k)], steps=4, first_loss=2.3, weights_sha256=sha * 32,
         history=history, run=None, params={},
     )  # fmt: skip
-    return Row(k, batch, lr, {**MORE, **more}, result)
+    name = more.pop("name", "")
+    return Row({**SETTINGS, "batch_size": batch, "learning_rate": lr, **more}, result, name)
 
 
 def test_a_model_and_data_of_ones_own_are_compared(vectors, tmp_path):
@@ -63,7 +66,8 @@ def test_a_line_for_each_batch_answers_exercise_2_and_equal_runs_are_one_line():
 def test_the_time_until_a_run_was_good_enough():
     fast, never = row(1, 16, 0.2, (0.9, 0.9)), row(1, 32, 0.2, (0.2, 0.3), sha="cd")
     _, right = Comparison([fast, never]).plot().axes
-    assert [text.get_text().strip() for text in right.texts] == ["2 s, 2,000 samples", "not reached"]
+    texts = [text.get_text() for text in right.texts]
+    assert texts == ["batch 16: 2 s, 2,000 samples", "batch 32: not reached"]
 
 
 def test_weights_that_differ_though_they_must_not_are_reported():
@@ -74,17 +78,17 @@ def test_weights_that_differ_though_they_must_not_are_reported():
 
 @pytest.mark.parametrize("given", ["1,2", [1, 2], (1, 2), np.array([1, 2]), range(1, 3)])
 def test_values_are_a_list_or_text_with_commas(given):
-    sweep = make_sweep(RunConfig(), {"devices": given, "batch_size": 256})
+    sweep = Sweep(RunConfig(), {"devices": given, "batch_size": 256}).runs()
     assert [config.devices for config in sweep] == ["cpu:0", "cpu:0,cpu:1"]
 
 
 def test_every_optimizer_has_its_own_learning_rate_unless_one_is_given():
     grid = {"devices": 1, "batch_size": 8, "optimizer": "sgd,adam"}
-    assert [config.learning_rate for config in make_sweep(RunConfig(), grid)] == [0.2, 0.001]
-    assert [config.learning_rate for config in make_sweep(RunConfig(), {**grid, "lr": 0.5})] == [0.5, 0.5]
+    assert [config.learning_rate for config in Sweep(RunConfig(), grid).runs()] == [0.2, 0.001]
+    assert [config.learning_rate for config in Sweep(RunConfig(), {**grid, "lr": 0.5}).runs()] == [0.5, 0.5]
 
 
 @pytest.mark.parametrize(("name", "given"), [("devices", []), ("lr", "fast"), ("batch_size", [None])])
 def test_what_is_no_list_is_refused(name, given):
     with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')}"):
-        make_sweep(RunConfig(), {"devices": 1, "batch_size": 8, name: given})
+        Sweep(RunConfig(), {"devices": 1, "batch_size": 8, name: given}).runs()

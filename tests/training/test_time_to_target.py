@@ -5,9 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from lockstep.config import RunConfig
 from lockstep.core.errors import ConfigError
 from lockstep.report.events import EpochDone, Result
-from lockstep.training.comparison import Comparison, Row
+from lockstep.training.compared_rows import Row
+from lockstep.training.comparison import Comparison
 from lockstep.training.time_to_target import Reached, Target, check_target, reached, target_of
 
 
@@ -24,8 +26,7 @@ def result(*accuracies, seconds=2.0, losses=None, num_train=1000):
 
 
 def rows(*results, batches=(256, 512)):
-    more = {"num_shards": 8, "optimizer": "sgd", "exchange": "sharded", "engine": "inprocess"}
-    return [Row(1, batch, 0.2, more, found) for batch, found in zip(batches, results, strict=False)]
+    return [Row(vars(RunConfig(batch_size=batch)), found) for batch, found in zip(batches, results, strict=False)]
 
 
 def test_the_first_epoch_that_is_good_counts():
@@ -77,4 +78,4 @@ def test_a_run_that_never_was_good_says_so():
 
 def test_the_picture_has_the_samples_too():
     axes = Comparison(rows(result(0.5, 0.8), result(0.5))).plot().axes[1]
-    assert [text.get_text() for text in axes.texts] == ["  4 s, 2,000 samples", "  not reached"]
+    assert [text.get_text() for text in axes.texts] == ["batch 256: 4 s, 2,000 samples", "batch 512: not reached"]

@@ -20,6 +20,7 @@ from lockstep.attribution.step_times import (
 from lockstep.attribution.what_if import MakeSchedule, WhatIf
 from lockstep.core.torchrun_env import torchrun_env
 from lockstep.core.tracing import SpanName
+from lockstep.report.waterfall_text import waterfall_lines
 
 PARTS = (
     "loading",
@@ -82,22 +83,10 @@ class Explanation:
         """All of it as plain values."""
         return asdict(self)
 
-    def lines(self) -> list[str]:
-        """The waterfall as text."""
-        what = "one device, nothing else" if self.num_devices == 1 else f"{self.num_devices} times faster than one"
-        rows = [(what, self.perfect_ms, self.perfect_ms)]
-        so_far = self.perfect_ms
-        for name, ms in [*self.parts.items(), ("rest", self.rest_ms)]:
-            so_far += ms
-            rows.append((f"+ {name}", ms, so_far))
-        width = max(len(name) for name, _, _ in rows)
-        scale = 30 / max(self.step_ms, 1e-9)
-        found = [f"{'where a step goes':{width}}  {'ms':>9}  {'so far':>9}"]
-        for name, ms, end in rows:
-            start, stop = round(scale * max(0.0, end - ms)), round(scale * max(0.0, end))
-            found.append(f"{name:{width}}  {ms:9.2f}  {end:9.2f}  {' ' * start}{'#' * (stop - start)}".rstrip())
-        found.append(f"{'measured':{width}}  {self.step_ms:9.2f}  (mean of {self.num_steps} steps)")
-        return [*found, *self.notes, *([self.straggler.sentence()] if self.straggler else []), self.advice]
+    def lines(self, width: int | None = None) -> list[str]:
+        """The waterfall as text, its bars as wide as `width` has room for."""
+        said = [self.straggler.sentence()] if self.straggler else []
+        return [*waterfall_lines(self.summary(), width), *self.notes, *said, self.advice]
 
     def sentence(self) -> str:
         """What it comes to."""

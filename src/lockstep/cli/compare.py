@@ -1,16 +1,25 @@
 """`lockstep compare`: the text's first two exercises, a sweep of runs; or runs that are there already, compared."""
 
+import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lockstep.cli import options
+from lockstep.cli.output import say
+from lockstep.core.terminal import width_of
+
+if TYPE_CHECKING:
+    from lockstep.training.sweep_file import Sweep
+
+SETTINGS = ("epochs", "model", "data", "data_dir", "seed", "backend")  # of every run of a sweep
 
 
-@options.with_settings("epochs", "model", "data", "data_dir", "seed", "backend")
+@options.with_settings(*SETTINGS)
 def compare(
+    context: typer.Context,
     *,
     runs: Annotated[
         list[Path] | None,
@@ -55,11 +64,14 @@ def compare(
     from lockstep.config import RunConfig
     from lockstep.core.errors import ConfigError
     from lockstep.report.runlog import check_folder, new_folder, to_json
-    from lockstep.training.sweep import compare_recorded, make_sweep, run_sweep
+    from lockstep.training.sweep import compare_recorded, run_sweep
+    from lockstep.training.sweep_file import Sweep
     from lockstep.training.time_to_target import check_target
 
     if resume and out is None:
         raise ConfigError("There is no comparison to resume. Name its folder: --out runs/NAME.")
+    if resume and runs:
+        raise ConfigError("--resume continues a sweep, and finished runs are compared as they are. Leave one out.")
     check_target(target, is_accuracy=not runs)
     if runs:
         found = compare_recorded(runs)
@@ -69,19 +81,45 @@ def compare(
             out.mkdir(parents=True, exist_ok=True)
         with nullcontext(out) if out else new_folder("compare") as folder:
             found.save(folder)
+    elif resume and out is not None:
+        folder, sweep = out, recorded_sweep(out, given_options(context))
+        found = run_sweep(sweep, folder, quiet=quiet, resume=True)
     else:
         grid = {"devices": devices, "batch_size": batch_size, "shards": shards, "optimizer": optimizer}
         grid |= {"exchange": exchange, "engine": engine, **({} if lr is None else {"lr": lr})}
         base = RunConfig(keep_checkpoints=1, **options.config_settings(settings))
-        sweep = make_sweep(base, {**grid}, scale_batch)
+        sweep = Sweep(base, {**grid}, scale_batch, target)
+        sweep.runs()  # refuses what cannot be before a folder is made
         with nullcontext(out) if out else new_folder("compare") as folder:
-            found = run_sweep(sweep, folder, quiet=quiet, resume=resume)
-            found.wanted = target
-            found.save(folder)
+            found = run_sweep(sweep, folder, quiet=quiet)
     if json:
         typer.echo(
             to_json({"rows": found.plain(), "target": found.target.value, "sentence": found.sentence(), "out": folder})
         )
         return
-    typer.echo(found)
-    typer.echo(f"{folder / 'compare.csv'}, {folder / 'compare.png'}")
+    typer.echo(found.text_table(width_of(sys.stdout)))
+    say(f"{found.sentence()}\n{folder / 'compare.csv'}, {folder / 'compare.png'}")
+
+
+def given_options(context: typer.Context) -> dict[str, Any]:
+    """The options of the sweep that were given on the command line; settings by their names in `RunConfig`."""
+    from lockstep.training.sweep_file import LISTS
+
+    own = {*LISTS, "scale_batch", "target"}
+    given = {name: value for name, value in context.params.items() if options.is_given(context, name)}
+    settings = options.config_settings({name: value for name, value in given.items() if name in SETTINGS})
+    return {name: value for name, value in given.items() if name in own} | settings
+
+
+def recorded_sweep(folder: Path, given: dict[str, Any]) -> "Sweep":
+    """The sweep in `folder`, with the options that are given now and do not contradict it. A file never names code."""
+    from lockstep.cli.config_file import refuse_code
+    from lockstep.training.sweep_file import read_plain, resumed_sweep
+
+    plain = read_plain(folder)
+    recorded = {name: value for name, value in plain["settings"].items() if name not in given}
+    optimizers = [] if "optimizer" in given else plain["grid"].get("optimizer", [])
+    for optimizer in optimizers:
+        refuse_code(recorded | {"optimizer": optimizer}, f"The sweep in {folder}")
+    refuse_code(recorded, f"The sweep in {folder}")
+    return resumed_sweep(folder, plain, given)

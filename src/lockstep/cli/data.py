@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from lockstep.cli import options
+from lockstep.cli.output import say
 
 
 @options.with_settings("data_dir")
@@ -37,7 +38,7 @@ def data(
         if path is None and verify:
             raise DataError("fashion-mnist is not on this machine. Get it: lockstep data fashion-mnist --fetch.")
         if path is None:
-            typer.echo(f"{each}: not on this machine; `lockstep data fashion-mnist --fetch` gets it")
+            say(f"{each}: not on this machine; `lockstep data fashion-mnist --fetch` gets it")
             continue
         about = f"  ({DATASETS[each]})" if each in DATASETS else ""
         if verify or each not in DATASETS:
@@ -45,4 +46,4 @@ def data(
             shape = "x".join(map(str, found_data.sample_shape or ()))
             num_samples = f"{found_data.num_train:,} training and {found_data.num_test:,} test samples"
             about = f"\n  good: {num_samples} of {shape}, {found_data.num_classes} classes"
-        typer.echo(f"{each}: {path}{about}")
+        say(f"{each}: {path}{about}")

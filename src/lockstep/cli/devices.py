@@ -6,6 +6,7 @@ import typer
 
 from lockstep.backends import BACKENDS, is_installed, load_backend
 from lockstep.cli import options
+from lockstep.cli.output import say
 from lockstep.core.errors import BackendError
 
 if TYPE_CHECKING:
@@ -40,12 +41,12 @@ def devices(
         about = {"backend": chosen.name, "version": chosen.version()}
         typer.echo(to_json({**about, "devices": [entry._asdict() for entry in hardware], "backends": backends}))
         return
-    typer.echo(_table([("device", "name", "memory", "cores"), *map(_device_row, hardware)]))
-    typer.echo(f"\n{_advice(chosen, hardware)}\n")
+    say(_table([("device", "name", "memory", "cores"), *map(_device_row, hardware)]))
+    say(f"\n{_advice(chosen, hardware)}\n")
     headings = ("backend", "version", "GPUs", "compiles", "random draws", "engines")
-    typer.echo(_table([headings, *map(_backend_row, found.values())]))
+    say(_table([headings, *map(_backend_row, found.values())]))
     for name, why in problems.items():
-        typer.echo(f"{name}: {why}")
+        say(f"{name}: {why}")
 
 
 def _table(rows: list[tuple[str, ...]]) -> str:

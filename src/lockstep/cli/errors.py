@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
+from lockstep.cli.output import note
 from lockstep.core.errors import Interrupted, LockstepError, RankError
 from lockstep.core.files import printable
 from lockstep.core.source_lines import user_traceback
@@ -24,7 +25,7 @@ def plain_errors() -> Iterator[None]:
         cause = error.__cause__ if isinstance(error, RankError) else None
         if trace := error.trace if cause is None else user_traceback(cause):
             print(trace, file=sys.stderr)
-        print(f"lockstep: {printable(str(error))}", file=sys.stderr, flush=True)
+        note(f"lockstep: {printable(str(error))}")
         _exit(error)
     except KeyboardInterrupt:
         exit_with("interrupted.", Interrupted.exit_status)
@@ -62,5 +63,5 @@ def _discard_standard_output() -> None:
 
 def exit_with(sentence: str, status: int) -> NoReturn:
     """Ends the program with a sentence on standard error."""
-    print(f"lockstep: {printable(sentence)}", file=sys.stderr)
+    note(f"lockstep: {printable(sentence)}")
     raise SystemExit(status)

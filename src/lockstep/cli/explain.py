@@ -1,11 +1,14 @@
 """`lockstep explain`: where the time of a traced run went."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from lockstep.cli import options
+from lockstep.cli.output import say
+from lockstep.core.terminal import width_of
 
 
 def explain(
@@ -18,4 +21,7 @@ def explain(
     from lockstep.report.runlog import to_json
 
     found = explained(run)
-    typer.echo(to_json(found.plain()) if json else "\n".join(map(printable, found.lines())))
+    if json:
+        typer.echo(to_json(found.plain()))
+    else:
+        say("\n".join(map(printable, found.lines(width_of(sys.stdout)))))

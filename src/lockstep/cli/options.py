@@ -48,8 +48,12 @@ def parameter_of(spec: "Field[Any]") -> inspect.Parameter:
 def given_settings(context: typer.Context) -> set[str]:
     """The settings that were given on the command line, by their names in `RunConfig`."""
     known = {option_of(each): each.name for each in settings_in()}
-    chosen = [name for name in context.params if str(context.get_parameter_source(name)) != "ParameterSource.DEFAULT"]
-    return {known[name] for name in chosen if name in known}
+    return {known[name] for name in context.params if name in known and is_given(context, name)}
+
+
+def is_given(context: typer.Context, name: str) -> bool:
+    """Whether an option was given on the command line."""
+    return str(context.get_parameter_source(name)) != "ParameterSource.DEFAULT"
 
 
 def config_settings(options: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """`lockstep runs`: the runs in a folder, as a table."""
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -8,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lockstep.cli import options
+from lockstep.cli.output import say
 from lockstep.core.errors import ConfigError
+from lockstep.core.terminal import width_of
 
 if TYPE_CHECKING:
     from lockstep.report.run_files import RecordedRun
@@ -21,6 +23,21 @@ SORTS: dict[str, Callable[["RecordedRun"], Any]] = {
     "speed": lambda run: float("inf") if run.seconds_per_epoch is None else run.seconds_per_epoch,
     "status": lambda run: run.status,
 }
+HEADINGS = (
+    "run",
+    "started",
+    "status",
+    "model",
+    "data",
+    "batch",
+    "lr",
+    "k",
+    "epochs",
+    "test acc",
+    "sec/epoch",
+    "weights",
+)
+LESS_NEEDED = ("started", "data", "weights", "sec/epoch", "model", "lr", "batch", "k")  # what is left out first
 
 
 def runs(
@@ -33,10 +50,13 @@ def runs(
         ),
     ] = "time",
     reverse: Annotated[bool, typer.Option("--reverse", help="The other way round.")] = False,
-    json: options.Json = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON array on standard output, an object for each run.")
+    ] = False,
 ) -> None:
     """List the runs in a folder."""
     from lockstep.core.registry import pick
+    from lockstep.report.result_tables import narrowed
     from lockstep.report.run_files import find_runs
     from lockstep.report.runlog import to_json
 
@@ -50,23 +70,9 @@ def runs(
         typer.echo(to_json([summary(run) for run in found]))
         return
     if not found:
-        typer.echo(f"There are no runs in {folder}.")
+        say(f"There are no runs in {folder}.")
         return
-    headings = (
-        "run",
-        "started",
-        "status",
-        "model",
-        "data",
-        "batch",
-        "lr",
-        "k",
-        "epochs",
-        "test acc",
-        "sec/epoch",
-        "weights",
-    )
-    rows = [headings, *(cells(run) for run in found)]
+    rows = narrowed([HEADINGS, *(cells(run) for run in found)], width_of(sys.stdout), LESS_NEEDED)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         typer.echo("  ".join(map(str.ljust, row, widths)).rstrip())

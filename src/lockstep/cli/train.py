@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from lockstep.cli import options
+from lockstep.cli.output import note
 
 
 @options.with_settings()
@@ -55,6 +56,8 @@ def train(
     with nullcontext(chosen["out"]) if is_named else new_folder(name_of(chosen)) as chosen["out"]:
         result = run(RunConfig(**chosen), quiet=quiet, resume=resume)
     if prints_result():
+        if quiet and not is_named and not json:  # nobody could know where
+            note(f"recorded in {result.run}")
         typer.echo(to_json(result.summary()) if json else result.lines())
 
 

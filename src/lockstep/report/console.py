@@ -1,7 +1,6 @@
 """A run on the terminal: a progress bar on standard error, or plain lines where that is not a terminal."""
 
 import sys
-import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +10,10 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lockstep.core.files import printable
+from lockstep.core.terminal import wrapped
 from lockstep.report.events import EpochDone, Event, Incident, Result, RunDone, RunStarted, RunStopped, StepDone, Traced
+from lockstep.report.result_tables import device_names
+from lockstep.report.waterfall_text import waterfall_lines
 
 SIZES = {"GB": 1e9, "MB": 1e6, "kB": 1e3}  # of memory, in bytes
 PLAIN_LINE_SECONDS = 10.0  # in a log, a line within an epoch at most this often
@@ -59,7 +61,7 @@ class Console:
             case Incident(sentence=sentence):
                 self.note(sentence)
             case Traced():
-                for line in event.lines or [event.sentence]:
+                for line in self._traced(event):
                     self.note(line)
             case RunStopped():
                 _end(self._progress)
@@ -70,13 +72,15 @@ class Console:
 
     def note(self, sentence: str) -> None:
         """Shows a sentence. On a terminal, which would break a long line inside a word, it is wrapped between words."""
-        text = printable(sentence)
-        if self._out.is_terminal and len(text) > self._out.width:
-            text = "\n".join(
-                textwrap.fill(line, self._out.width, break_long_words=False, break_on_hyphens=False)
-                for line in text.splitlines()
-            )
+        text = wrapped(printable(sentence), self._out.width if self._out.is_terminal else None)
         self._out.print(text, soft_wrap=True, markup=False, emoji=False)
+
+    def _traced(self, event: Traced) -> list[str]:
+        """The lines about a trace; the bars of its table as wide as the terminal has room for."""
+        if not (event.lines and event.explanation and self._out.is_terminal):
+            return event.lines or [event.sentence]
+        table = waterfall_lines(event.explanation, self._out.width)
+        return [*table, *event.lines[len(table) :]]
 
     def _run_started(self, event: RunStarted) -> None:
         self._started = event
@@ -156,7 +160,7 @@ def description(event: RunStarted) -> list[str]:
         f"({event.num_train_samples:,} training{test} samples)",
         f"batch {config['batch_size']} in {config['num_shards']} shards, {_optimization(config)}{_split(config)}"
         f"exchange {config['exchange']}, engine {config['engine']}, {config['backend']} {event.backend_version} "
-        f"on {_kind_of(event.devices)} [{', '.join(event.devices)}]",
+        f"on {_kind_of(event.devices)} [{device_names(event.devices)}]",
         *event.notes,
     ]
     if not event.keeps_bits:

@@ -113,6 +113,7 @@ class Result:
     buffers: dict[str, Array] = field(default_factory=dict, repr=False)
     module: Any = field(default=None, repr=False)  # the trained module, where the model is one
     notes: list[str] = field(default_factory=list)  # what may have changed the bits on the way, like another processor
+    settings: dict[str, Any] = field(default_factory=dict, repr=False)  # the few that a picture of it names
     ema: dict[str, Array] = field(default_factory=dict, repr=False)  # the moving average of all weights, if asked for
     explanation: dict[str, Any] = field(default_factory=dict, repr=False)  # where the time of a step went, if traced
     trace: list[dict[str, Any]] = field(default_factory=list, repr=False)  # the events of trace.json, without a folder
@@ -125,10 +126,9 @@ class Result:
 
     def plot(self) -> Any:
         """The curves of the run as a figure of matplotlib: loss and accuracy against the epoch."""
-        from lockstep.report.plots import Caption, curve_figure  # matplotlib takes half a second to load
-
-        settings = f"{self.steps} steps; {self.backend} {self.backend_version}; {', '.join(self.devices)}"
-        return curve_figure(list(self.history), Caption(settings=settings))
+        return import_module("lockstep.report.run_picture").result_figure(
+            self
+        )  # matplotlib takes half a second to load
 
     def explain(self) -> Any:
         """Where the time of a step went, of a run that was traced: `lockstep.explain(result)`."""

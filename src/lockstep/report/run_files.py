@@ -1,5 +1,6 @@
 """A recorded run, read back from its folder for people to look at. Files are not trusted, and may end half-way."""
 
+import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -132,8 +133,34 @@ def read_recorded(folder: Path) -> RecordedRun:
         last = kind if kind not in ("step", "traced") else last
     run.steps = [steps[step] for step in sorted(steps)]
     run.epochs = [epochs[epoch] for epoch in sorted(epochs)]
-    run.status = "finished" if run.result else "stopped" if last == "stopped" else "not finished"
+    run.status = _status(run, last)
     return run
+
+
+def _status(run: RecordedRun, last: str) -> str:
+    """Whether a run is under way, came to its end, was stopped, or ended without a word (killed)."""
+    if is_under_way(run.folder):
+        return "running"
+    if run.result or last == "stopped":
+        return "finished" if run.result else "stopped"
+    return "killed" if run.started else "not finished"
+
+
+def is_under_way(folder: Path) -> bool:
+    """Whether a run holds the lock of its folder now. A run that starts to resume at this moment tries again."""
+    try:
+        found = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(found, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(found)  # which gives the lock back
+    return False
 
 
 def _resumed(line: dict[str, Any], last: str, last_step: int, said: list[str]) -> list[dict[str, Any]]:

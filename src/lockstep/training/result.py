@@ -10,6 +10,8 @@ from lockstep.runtime.engine import Engine
 from lockstep.training.checkpoint import Progress
 from lockstep.training.task import Task
 
+PICTURED = ("data", "batch_size", "num_shards", "optimizer", "learning_rate", "seed", "num_epochs", "backend")
+
 
 def result_of(
     config: RunConfig, task: Task, engine: Engine, progress: Progress, weights: dict[str, Array], peaks: dict[str, int]
@@ -35,6 +37,7 @@ def result_of(
         history=history,
         run=config.out,
         notes=progress.notes,
+        settings={"model": task.model, **{name: getattr(config, name) for name in PICTURED}},
         params={name: weights[name] for name in task.parameters},
         buffers={name: weights[name] for name in buffers},
         module=task.trained(weights),

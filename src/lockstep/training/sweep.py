@@ -1,40 +1,33 @@
 """A sweep of runs, compared: the text's first and second exercises, from Python and from the command line."""
 
 import os
+import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from lockstep.backends import devices_for, load_backend
-from lockstep.config import TYPES, RunConfig, check_batch, check_ranks, settings_in
-from lockstep.core.errors import ConfigError
+from lockstep.config import TYPES, RunConfig, check_batch, settings_in
+from lockstep.core.errors import ConfigError, Interrupted, RunError
+from lockstep.core.files import printable
 from lockstep.core.plain_types import fitting
 from lockstep.core.settings import IDENTITY
+from lockstep.core.torchrun_env import prints_result
 from lockstep.report.console import fetch_progress
 from lockstep.report.events import EpochDone, Result
 from lockstep.report.run_files import EPOCH, RecordedRun, read_recorded
-from lockstep.report.runlog import check_folder
-from lockstep.training.comparison import MORE, Comparison, Row
+from lockstep.report.runlog import check_folder, read_settings
+from lockstep.training.checkpoint import how_to_resume
+from lockstep.training.compared_rows import Row
+from lockstep.training.comparison import ALWAYS, Comparison
 from lockstep.training.run import run
 from lockstep.training.setup import prepare, with_engine
+from lockstep.training.sweep_file import LISTS, Sweep, Values, refuse_other
 from lockstep.training.task import UserObjects
 from lockstep.training.time_to_target import check_target
 from lockstep.training.train import settings_of
-
-N = TypeVar("N", int, float, str)
-Values = str | int | float | Iterable[Any]  # one value, a list, or values with commas
-LISTS: dict[str, tuple[Callable[[Any], Any], str]] = {  # settings that may be swept -> their type, an example
-    "devices": (int, "1,2"),
-    "batch_size": (int, "128,256"),
-    "lr": (float, "0.1,0.2,0.4"),
-    "shards": (int, "4,8"),
-    "optimizer": (str, "sgd,adam"),
-    "exchange": (str, "sharded,tree"),
-    "engine": (str, "inprocess,processes"),
-}
 
 
 def compare(
@@ -67,81 +60,77 @@ def compare(
     grid |= {name: settings.pop(name) for name in LISTS if name in settings and not callable(settings[name])}
     base, objects = settings_of(settings)
     check_target(target, is_accuracy=base.loss == RunConfig().loss)
-    folder = None if out is None else Path(out)
-    found = run_sweep(make_sweep(base, grid, scale_batch), folder, objects, quiet=quiet, resume=resume)
-    found.wanted = target
-    if folder is not None:
-        found.save(folder)
-    return found
-
-
-def make_sweep(base: RunConfig, grid: dict[str, Values], scale_batch: bool = False) -> list[RunConfig]:
-    """The runs of the sweep, checked; those that differ in the number of devices only follow each other.
-
-    All run on one kind of device: on GPUs if there are some, else on logical CPU devices.
-    """
-    values = {name: _values(given, name) for name, given in grid.items()}
-    counts, sizes = values.pop("devices"), values.pop("batch_size")
-    for count in counts:
-        if count < 1:
-            given = ",".join(map(str, counts))
-            raise ConfigError(f"--devices {given}: {count} is not a number of devices. Write numbers from 1 on: 1,2.")
-        for shards in values.get("shards", [base.num_shards]):
-            check_ranks(count, shards)
-    most = devices_for(load_backend(base.backend), max(counts))
-    names = {"lr": "learning_rate", "shards": "num_shards"}
-    runs = []
-    for combination in product(sizes, *values.values(), counts):
-        size, *own, k = combination
-        chosen = {names.get(name, name): value for name, value in zip(values, own, strict=True)}
-        if "optimizer" in chosen and "lr" not in values:  # every optimizer has a default of its own
-            chosen["learning_rate"] = None
-        runs.append(replace(base, devices=",".join(most[:k]), batch_size=k * size if scale_batch else size, **chosen))
-    return runs
-
-
-def _values(given: Values, name: str) -> list[Any]:
-    kind, example = LISTS[name]
-    is_list = isinstance(given, Iterable) and not isinstance(given, str)
-    try:
-        parts = list(given) if is_list else str(given).split(",")  # type: ignore[arg-type]
-        found = list(dict.fromkeys(kind(part) for part in parts))
-    except (ValueError, TypeError) as wrong:
-        what = f"--{name.replace('_', '-')} {given}"
-        raise ConfigError(f"{what}: not a list of numbers. Write them with commas: {example}.") from wrong
-    if not found:
-        raise ConfigError(f"--{name.replace('_', '-')} is empty. Write values with commas: {example}.")
-    return found
+    sweep, folder = Sweep(base, grid, scale_batch, target), None if out is None else Path(out)
+    if folder is not None and resume:
+        refuse_other(folder, sweep)
+    return run_sweep(sweep, folder, objects, quiet=quiet, resume=resume)
 
 
 def run_sweep(
-    sweep: list[RunConfig],
+    sweep: Sweep,
     folder: Path | None,
     objects: UserObjects | None = None,
     *,
     quiet: bool = False,
     resume: bool = False,
 ) -> Comparison:
-    """The results of all runs, each recorded in a subfolder of `folder`."""
+    """The comparison of all runs, each recorded in a subfolder of `folder`, with compare.csv and compare.png."""
+    runs = sweep.runs()
     if folder is not None and not (resume and folder.is_dir()):
         check_folder(folder)
     with fetch_progress() as progress:
-        num_train = prepare(sweep[0], objects, progress).task.num_train
-    for config in sweep:
+        num_train = prepare(runs[0], objects, progress).task.num_train
+    for config in runs:
         check_batch(config.batch_size, num_train, config.data)
-    varied = [name for name in MORE if len({getattr(config, name) for config in sweep}) > 1]
+    if folder is not None and prints_result():
+        sweep.save(folder)
+    varied = [name for name in ALWAYS if len({getattr(config, name) for config in runs}) > 1]
     rows = []
-    for number, config in enumerate(map(with_engine, sweep), start=1):
+    for number, config in enumerate(map(with_engine, runs), start=1):
         name = _name(config, varied)
         if not quiet:
-            print(f"run {number} of {len(sweep)}: {name}", file=sys.stderr, flush=True)
+            print(f"run {number} of {len(runs)}: {name}", file=sys.stderr, flush=True)
         out = None if folder is None else folder / name
         continues = resume and out is not None and os.path.isfile(out / "config.json")
         result = _finished(config, out) if continues and out is not None else None
         if result is None:
-            result = run(replace(config, out=out), objects, quiet=quiet, resume=continues)
-        rows.append(_row(config.devices, config.batch_size, config.learning_rate, vars(config), result))
-    return Comparison(rows, folder)
+            with resumed_as_a_sweep(replace(config, out=out), folder):
+                result = run(replace(config, out=out), objects, quiet=quiet, resume=continues)
+        rows.append(Row({**vars(config), **_made_with(out)}, result))
+    found = Comparison(rows, folder, sweep.target)
+    if folder is not None and prints_result():
+        found.save(folder)
+    return found
+
+
+@contextmanager
+def resumed_as_a_sweep(config: RunConfig, folder: Path | None) -> Iterator[None]:
+    """Errors of a run of a sweep say how to resume the sweep, and not the one run."""
+    if folder is None:
+        yield
+        return
+    command = f"lockstep compare --resume --out {shlex.quote(str(folder))}"
+    hint = f" In a program, use resume=True. Resume with: {command}"
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted(f"interrupted.{hint}") from None
+    except RunError as error:
+        of_run = how_to_resume(config)
+        if of_run and of_run in str(error):
+            error.args = (str(error).replace(of_run, hint),)
+        elif isinstance(error, Interrupted):
+            error.args = (f"{str(error).partition(' To start over, ')[0]}{hint}",)
+        raise
+
+
+def _made_with(out: Path | None) -> dict[str, Any]:
+    """What the recorded settings of a run have besides its own: the hash of the data, versions, the processor."""
+    try:
+        recorded = {} if out is None else read_settings(out)
+    except ConfigError:  # another machine has it
+        recorded = {}
+    return {name: recorded[name] for name in ("data_sha256", "made_with") if name in recorded}
 
 
 def _finished(config: RunConfig, out: Path) -> Result | None:
@@ -163,23 +152,23 @@ def _name(config: RunConfig, varied: Sequence[str]) -> str:
     return name + "".join(f"-{short.get(each, '')}{getattr(config, each)}" for each in varied)
 
 
-def _row(devices: Any, batch_size: int, rate: float | None, settings: dict[str, Any], result: Result) -> Row:
-    more = {name: settings.get(name) for name in MORE}
-    return Row(len(result.devices) or str(devices).count(",") + 1, batch_size, rate, more, result)
-
-
 def compare_recorded(folders: Sequence[Path]) -> Comparison:
     """The comparison of runs that are finished."""
     rows = []
-    for folder in folders:
+    for folder, name in zip(folders, _short_names(folders), strict=True):
         recorded = read_recorded(folder)
         result = _result(recorded)
         if result is None:
             hint = f"Finish it: lockstep train --resume --out {folder}"
             raise ConfigError(f"{folder} is a run that has not finished: it has no good result.json. {hint}.")
-        config = fitting(recorded.config, TYPES)
-        rows.append(_row(None, config.get("batch_size") or 0, config.get("learning_rate"), config, result))
+        rows.append(Row(fitting(recorded.config, TYPES), result, printable(name)))
     return Comparison(rows)
+
+
+def _short_names(folders: Sequence[Path]) -> list[str]:
+    """The names of the folders; the paths where two have the same name."""
+    names = [folder.resolve().name for folder in folders]
+    return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
 
 
 def _result(recorded: RecordedRun) -> Result | None:
