@@ -8,7 +8,8 @@ from torch import nn
 
 import lockstep
 from lockstep.core.errors import ConfigError
-from lockstep.replicas.stages import StageModule, cut_module, find_stages
+from lockstep.replicas.stage_module import StageModule
+from lockstep.replicas.stages import cut_module, find_stages
 from training.split_models import (
     IMAGES,
     VECTORS,

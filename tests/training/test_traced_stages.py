@@ -82,6 +82,15 @@ class FirstOfSequence(nn.Module):
         return self.last(self.norm(hidden[:, 0]) + wide / wide.sum(1, keepdim=True))
 
 
+class WritesToFirst(FirstOfSequence):
+    """In place, to a tensor with gaps that has crossed the cut."""
+
+    def forward(self, X):
+        hidden = self.first(X)[:, 0]
+        hidden = self.norm(hidden * 2) + hidden.mul_(0.5)
+        return self.last(hidden)
+
+
 class Strided(nn.Module):
     def __init__(self):
         super().__init__()
@@ -127,6 +136,7 @@ SAME = {
     "arguments that are not given": (OptionalState, SEQUENCES, {}),
     "checkpointed norm layers": (with_checkpoints, IMAGES, {}),
     "gaps and expanded": (FirstOfSequence, SEQUENCES, {"stages": "norm"}),
+    "writes to gaps": (WritesToFirst, SEQUENCES, {"stages": "norm"}),
     "strided": (Strided, IMAGES, {"stages": "second"}),
     "asks for autocast": (AsksForAutocast, VECTORS, {"precision": "bf16"}),
     "weights of children": (lambda: nn.Sequential(*(LowRank(n, m) for n, m in ((6, 9), (9, 9), (9, 3)))), VECTORS, {}),

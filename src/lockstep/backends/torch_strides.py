@@ -38,8 +38,8 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def with_strides(entries: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
-    """A new tensor of these entries: with other strides, kernels may give other bits."""
+    """A new tensor of these entries, and no view of another: it may be written to in place."""
     once = [size if stride else 1 for size, stride in zip(shape, strides, strict=True)]
-    found = torch.empty_strided(once, [stride or 1 for stride in strides], dtype=entries.dtype, device=entries.device)
-    found.copy_(entries.view(once))
-    return found.as_strided(shape, strides)
+    found = torch.empty_strided(shape, strides, dtype=entries.dtype, device=entries.device)
+    found.as_strided(once, strides).copy_(entries.view(once))
+    return found
