@@ -275,7 +275,7 @@ def test_train_help_has_every_setting_with_its_default_and_choices(lockstep):
             assert "Default: " in help_text
         elif isinstance(each.default, bool):
             name = flag_of(each)[2:]
-            assert f"--{name}--no-{name}<bool>" in shown
+            assert f"--{name}--no-{name}" in shown
         else:
             assert f"{flag_of(each)}<{type(each.default).__name__}>" in shown
             assert f"{without_spaces(help_text)}[default:{each.default}]" in shown
