@@ -83,7 +83,7 @@ def test_a_backend_implements_what_its_capabilities_promise(backend):
     can = backend.capabilities
     assert isinstance(can, Capabilities)
     assert "inprocess" in can.engines
-    assert set(Backend.__annotations__) == {"name", "min_version", "capabilities", "ops"}
+    assert set(Backend.__annotations__) == {"name", "min_version", "capabilities", "ops", "lenet_kernels"}
     assert overrides("num_gpus") == overrides("gpu") == can.gpus
     assert overrides("compile") == (can.compiles != "no")
     assert overrides("random_state") == can.sees_random_draws
