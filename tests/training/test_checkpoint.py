@@ -24,7 +24,7 @@ from lockstep.core.errors import ConfigError, RunError
 from lockstep.core.serialization import pack, unpack
 from lockstep.report import runlog
 from lockstep.training import checkpoint
-from lockstep.training.checkpoint import Checkpoints
+from lockstep.training.checkpoint import Checkpoints, Progress
 from training.background_command import BackgroundCommand
 
 OFTEN = ("--checkpoint-every", 2, "--keep-checkpoints", 100)
@@ -891,3 +891,16 @@ def test_a_folder_of_checkpoints_that_cannot_be_listed_is_refused_in_a_sentence(
     with pytest.raises(ConfigError, match=r"run cannot be read: Input/output error\. Look for what fails on that disk"):
         library.train(1, out=tmp_path / "run", resume=True, **how)
     assert Checkpoints(tmp_path / "run", keep=3).last() is None
+
+
+def test_a_checkpoint_does_not_grow_with_the_length_of_an_epoch_and_losses_stay_exact(monkeypatch):
+    how = {"data": "fashion-mnist-mini", "epochs": 1, "batch_size": 32, "devices": 1, "lr": 0.2, "quiet": True}
+    whole = library.train(**how)
+    monkeypatch.setattr(checkpoint, "NUM_KEPT", 16)
+    seen = []
+    add = Progress.add_losses
+    monkeypatch.setattr(Progress, "add_losses", lambda self, *new: [add(self, *new), seen.append(len(self.losses))])
+    short = library.train(**how)
+    assert short.history[0].train_loss == whole.history[0].train_loss
+    assert len(seen) == 63
+    assert max(seen) <= 64

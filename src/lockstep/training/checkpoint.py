@@ -4,6 +4,7 @@ A checkpoint is a safetensors file. Its header holds the rest as JSON: the ident
 SHA-256 of all of it. A run resumes from it on any number of devices, with any engine or exchange.
 """
 
+import math
 import re
 import shlex
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from lockstep.config import RunConfig, settings_in
 from lockstep.core.device import Device
 from lockstep.core.entry_points import is_entry_point
 from lockstep.core.errors import ConfigError, RunError
+from lockstep.core.exact_sum import partial_sums
 from lockstep.core.files import read_regular
 from lockstep.core.layout import Array
 from lockstep.core.serialization import CorruptData, NotSerializable, pack, unpack
@@ -26,6 +28,7 @@ from lockstep.report.events import EpochDone
 from lockstep.report.runlog import what_to_do, write_whole
 from lockstep.training.task import Task
 
+NUM_KEPT = 1 << 14  # losses of shards: a checkpoint must not grow with the length of an epoch
 FILE_NAME = re.compile(r"step-(\d{6,18})\.safetensors")
 
 
@@ -42,6 +45,13 @@ class Progress:
     first_loss: float = float("nan")
     notes: list[str] = field(default_factory=list)  # what may have changed the bits on the way
     history: list[EpochDone] = field(default_factory=list)  # of the epochs that are done
+
+    def add_losses(self, losses: list[float], weights: list[float]) -> None:
+        """Adds those of a step. Of a long epoch, only the last are kept one by one: their sum stays exact."""
+        for kept, new in ((self.losses, losses), (self.weights, weights)):
+            kept += new
+            if len(kept) > 2 * NUM_KEPT and all(map(math.isfinite, kept)):
+                kept[:-NUM_KEPT] = partial_sums(kept[:-NUM_KEPT])
 
 
 @dataclass(frozen=True)

@@ -169,8 +169,7 @@ class Training:
         progress.step += 1
         with self._trace.span(SpanName.STEP, progress.step):
             losses = future.result()
-        progress.losses += losses
-        progress.weights += future.weights or []
+        progress.add_losses(losses, future.weights or [])
         progress.seconds = time.perf_counter() - began
         self._step_loss = math.fsum(losses) / (math.fsum(future.weights) if future.weights else num_samples)
         if progress.step == 1:
