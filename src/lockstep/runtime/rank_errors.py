@@ -37,7 +37,7 @@ def out_of_memory_explained(to_error: Callable[[OutOfMemoryCause], Exception]) -
 
 
 def is_timeout(problem: RuntimeError) -> bool:
-    """Whether PyTorch's error is one of time: Gloo, NCCL and stores have no type of their own for it.
+    """Whether an error of a connection is one of time: Gloo, NCCL and their stores have no type of its own for it.
 
     >>> [is_timeout(RuntimeError(text)) for text in ("Application timeout caused pair closure", "CUDA runtime error")]
     [True, False]
