@@ -124,7 +124,7 @@ def test_ctrl_c_says_how_to_resume_the_sweep(lockstep, few, monkeypatch):
     def interrupted(self, event):
         show(self, event)
         if isinstance(event, EpochDone) and event.epoch == 2:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGTERM)  # like SIGINT, which is ignored in what runs in the background
 
     monkeypatch.setattr(Console, "show", interrupted)
     settings = ("--data", few, "--batch-size", 8, "--epochs", 4, "--devices", 1, "--lr", "0.1", "--backend", "numpy")

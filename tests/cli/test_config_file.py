@@ -126,7 +126,7 @@ def test_a_dry_run_refuses_what_a_run_would(lockstep, tmp_path, arguments, sente
 
 
 def test_a_quiet_run_prints_its_result_and_nothing_else(lockstep, few):
-    answer = lockstep("train", "--data", few, "--batch-size", 8, "--epochs", 1, "--quiet")
+    answer = lockstep("train", "--data", few, "--batch-size", 8, "--epochs", 1, "--quiet", "--out", "quiet")
     assert answer.err == ""
     assert [line.partition(":")[0] for line in answer.out.splitlines()] == ["test acc", "weights sha256"]
 
