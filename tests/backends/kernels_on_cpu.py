@@ -5,8 +5,6 @@ import re
 import subprocess
 from pathlib import Path
 
-import torch
-
 CUDA = """
 #include <barrier>
 #include <thread>
@@ -58,5 +56,5 @@ def compiled_for_cpu(folder: Path):
 
 def launch_on_cpu(kernel, num_blocks, arguments, num_threads=256):
     """Like `launch`."""
-    given = [ctypes.c_void_p(each.data_ptr()) if isinstance(each, torch.Tensor) else each for each in arguments]
+    given = [ctypes.c_void_p(each.data_ptr()) if hasattr(each, "data_ptr") else each for each in arguments]
     kernel(num_blocks, num_threads, *given)

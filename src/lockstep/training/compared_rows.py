@@ -47,6 +47,11 @@ class Row(NamedTuple):
         return self.settings.get("learning_rate")
 
     @property
+    def accuracy(self) -> float:
+        """The test accuracy; -1 where there are no test samples."""
+        return -1.0 if self.result.test_accuracy is None else self.result.test_accuracy
+
+    @property
     def steady_speed(self) -> Speed | None:
         """The speed after the first epoch, which includes the warm-up; None where there is no other epoch."""
         seconds = steady_seconds(self.result.history)
