@@ -1,11 +1,12 @@
 """Which state the ranks of a new generation continue from."""
 
+import errno
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from lockstep.core.errors import LockstepError
+from lockstep.core.errors import LockstepError, RunError
 from lockstep.report.events import EpochDone
 from lockstep.training import elastic
 from lockstep.training.checkpoint import Checkpoint, Progress
@@ -119,6 +120,18 @@ def test_a_file_that_is_newer_than_the_newest_whole_state_is_taken(on_ranks, in_
     monkeypatch.setattr(elastic, "max_bytes_of", lambda arrays: 1 << 20)
     found, _ = agreed(on_ranks, [checkpoint(10, parts=[FIRST]), checkpoint(4)], Files(checkpoint(in_file)))
     assert [one.progress.step for one in found] == [newest] * 2
+
+
+def test_a_folder_that_cannot_be_read_is_said_to_be(on_ranks, monkeypatch):
+    class Unreadable:
+        folder = "checkpoints"
+
+        def newest(self, note, max_bytes):
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(elastic, "max_bytes_of", lambda arrays: 1 << 20)
+    with pytest.raises(RunError, match=r"checkpoints cannot be read: Input/output error\. Look for what fails"):
+        agreed(on_ranks, [checkpoint(5, parts=[FIRST]), None], Unreadable())
 
 
 def test_a_state_of_another_run_is_refused(on_ranks):

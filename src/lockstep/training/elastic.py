@@ -15,6 +15,7 @@ from lockstep.core.serialization import CorruptData, pack, unpack
 from lockstep.replicas.replica import ReplicaState
 from lockstep.report.events import EpochDone, Incident, Result
 from lockstep.report.notebook import in_notebook, shown_here
+from lockstep.report.runlog import what_to_do
 from lockstep.report.sinks import Sink, Sinks
 from lockstep.runtime.engine import Engine
 from lockstep.runtime.launch.supervisor import Supervisor, WorkerFailed
@@ -172,7 +173,13 @@ def _from_file(engine: Engine, start: ResumePoint, identity: dict[str, Any], tas
     """The newest checkpoint in the run's folder, which rank 0 reads; None: the run starts again."""
 
     def read() -> bytes:
-        newest = start.checkpoints and start.checkpoints.newest(lambda note: None, max_bytes_of(task.initial))
+        if start.checkpoints is None:
+            return b""
+        try:
+            newest = start.checkpoints.newest(lambda note: None, max_bytes_of(task.initial))
+        except OSError as problem:
+            what = f"{start.checkpoints.folder} cannot be read: {problem.strerror}"
+            raise RunError(f"{what}. {what_to_do(problem)}, and use --resume.") from problem
         return newest[1].packed() if newest else b""
 
     packed = engine.broadcast(0, read)
