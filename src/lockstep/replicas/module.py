@@ -103,8 +103,7 @@ class ModuleReplica:
         return len(self._params)
 
     def begin_step(self, step: int) -> None:
-        self.module.train()
-        module_state.put_in_eval_mode(self.module, self._in_eval_mode)
+        module_state.put_in_mode(self.module, True, self._in_eval_mode)
         self._gradients.clear()  # another model's loss may have gone through this one
         self._lent.take_back()
         trained = [id(param) for param in self.module.parameters() if param.requires_grad]

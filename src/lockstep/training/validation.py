@@ -17,7 +17,7 @@ from lockstep.data.loader import ShardDataset, ShardRequest
 from lockstep.data.seeded import seeded
 from lockstep.models import BuiltIn
 from lockstep.optim.torch_optimizers import check_can_step
-from lockstep.replicas.module_state import call, copy_of, modules_in_eval_mode, put_in_eval_mode
+from lockstep.replicas.module_state import call, copy_of, modules_in_eval_mode, put_in_mode
 from lockstep.replicas.train_spec import TrainSpec
 
 OLD_NORMS = {"SpectralNorm": "spectral_norm", "WeightNorm": "weight_norm"}  # hooks of torch.nn.utils
@@ -128,8 +128,8 @@ def check_smallest_shard(config: RunConfig, module: nn.Module, train: Any, num_t
 
 def _training_copy(module: nn.Module) -> nn.Module:
     """A copy in training mode, except for parts that the user has put into evaluation mode."""
-    copied = copy_of(module, torch.device("cpu")).train()
-    put_in_eval_mode(copied, modules_in_eval_mode(module))
+    copied = copy_of(module, torch.device("cpu"))
+    put_in_mode(copied, True, modules_in_eval_mode(module))
     return copied
 
 
