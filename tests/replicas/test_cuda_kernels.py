@@ -94,7 +94,7 @@ def test_attention_in_a_session_has_the_gradients_of_pytorch(samples, heads, len
         found, again = gradient_of(joined), gradient_of(joined)
         with profile(activities=[ProfilerActivity.CUDA]) as seen:
             gradient_of(joined)
-        gradient_of(joined, dropout_p=0.5)  # PyTorch's
+        gradient_of(joined, dropout_p=1.0)  # PyTorch's
         gradient_of(joined.detach().float().requires_grad_())
     assert torch.equal(found, again)
     assert (found.double() - exact).norm() < 0.02 * exact.norm()
@@ -103,6 +103,56 @@ def test_attention_in_a_session_has_the_gradients_of_pytorch(samples, heads, len
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         gradient_of(joined)
     assert not any("_keys_and_values" in event.name for event in seen.events())
+
+
+@pytest.mark.skipif(not can_replace(), reason="attention with dropout is PyTorch's on this GPU")
+@pytest.mark.parametrize("dropout", [0.1, 0.75])
+@pytest.mark.parametrize(("samples", "heads", "length", "width", "is_causal"), ATTENTION)
+def test_attention_with_dropout_has_the_gradients_of_the_probabilities_that_it_keeps(
+    samples, heads, length, width, is_causal, dropout
+):
+    from lockstep.backends.torch_attention_kernels import Attention, Saved, attention_backward, attention_forward
+
+    torch.manual_seed(0)
+    inputs = torch.randn(3, samples, heads, length, width, device=GPU, dtype=torch.bfloat16)
+    gradient = torch.randn_like(inputs[0])
+    how = Attention(is_causal, width**-0.5, dropout, torch.randint(2**62, (2,), device=GPU))
+    columns = torch.eye(length, device=GPU, dtype=torch.bfloat16).split(width, dim=1)  # values that show what is kept
+    kept = [torch.zeros(length, width, device=GPU, dtype=torch.bfloat16) for _ in columns]
+    for part, some in zip(kept, columns, strict=True):
+        part[:, : some.shape[1]] = some
+    shown = [attention_forward((inputs[0], inputs[1], part.expand_as(inputs[2])), how)[0] for part in kept]
+    is_kept = (torch.cat(shown, dim=3)[..., :length] != 0).double()
+
+    exact = [tensor.double().requires_grad_() for tensor in inputs]
+    scores = exact[0] @ exact[1].transpose(2, 3) * width**-0.5
+    if is_causal:
+        scores = scores.masked_fill(~torch.ones(length, length, device=GPU, dtype=torch.bool).tril(), -torch.inf)
+    expected = (scores.softmax(3) * is_kept / (1 - dropout)) @ exact[2]
+    expected_gradients = torch.autograd.grad(expected, exact, gradient.double())
+
+    out, logsumexp = attention_forward(tuple(inputs), how)
+    found = attention_backward(gradient, Saved(tuple(inputs), out, logsumexp), how)
+    for ours, theirs in zip((out, *found), (expected, *expected_gradients), strict=True):
+        assert (ours.double() - theirs).norm() <= 0.02 * theirs.norm() + 1e-3
+
+
+def test_attention_drops_the_given_share_and_other_probabilities_for_another_seed():
+    length = width = 128
+    queries = torch.zeros(8, 4, length, width, device=GPU, dtype=torch.bfloat16)  # all probabilities are equal
+    values = torch.eye(length, device=GPU, dtype=torch.bfloat16).expand(8, 4, length, width)
+
+    def kept(seed):
+        torch.manual_seed(seed)
+        return F.scaled_dot_product_attention(queries, queries, values, dropout_p=0.25) != 0
+
+    with deterministic_session([Device("cuda:0")]):
+        first, again, other = kept(1), kept(1), kept(2)
+    assert torch.equal(first, again)
+    shares = [found.double().mean().item() for found in (first, other, first == other)]
+    assert shares == pytest.approx([0.75, 0.75, 0.75**2 + 0.25**2], abs=0.005)  # independent of each other
+    rows = first.double().mean(dim=3)
+    assert rows.std() < 1.2 * (0.75 * 0.25 / length) ** 0.5  # as many in each row, but for chance
 
 
 IMAGES = [(32, 64, 56, 56), (5, 80, 9, 7), (4, 2048, 7, 7), (2, 3, 30, 30)]

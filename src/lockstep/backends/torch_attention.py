@@ -66,12 +66,16 @@ def _forward(
 ) -> tuple[Any, ...]:
     """As PyTorch declares it: its output, and what its backward pass needs."""
     lengths = queries.shape[2], keys.shape[2]
-    if not dropout and _fits(queries, keys, values):
+    if _fits(queries, keys, values, dropout, scale):
         from lockstep.backends.torch_attention_kernels import attention_forward
 
-        out, logsumexp = attention_forward((queries, keys, values), is_causal, _scale(queries, scale))
-        random = queries.new_empty(2, dtype=torch.uint64), queries.new_empty((), dtype=torch.uint64)
-        return out, logsumexp, None, None, *lengths, *random, queries.new_empty(0)
+        random = queries.new_empty(2, dtype=torch.int64)
+        if dropout:
+            random.random_()  # from the generator that PyTorch's own kernel would use
+        how = _how(queries, dropout, random, is_causal, scale)
+        out, logsumexp = attention_forward((queries, keys, values), how)
+        unused = queries.new_empty((), dtype=torch.uint64)
+        return out, logsumexp, None, None, *lengths, random.view(torch.uint64), unused, queries.new_empty(0)
     swapped = [tensor.transpose(1, 2) for tensor in (queries, keys, values)]
     how = None, None, *lengths, dropout, is_causal, return_debug_mask
     out, logsumexp, *others = torch.ops.aten._flash_attention_forward(*swapped, *how, scale=scale)
@@ -89,27 +93,32 @@ def _backward(
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
     """As PyTorch declares it."""
-    *_, dropout, is_causal, _, _ = others
-    if not dropout and _fits(queries, keys, values):
+    *_, dropout, is_causal, random, _ = others
+    if _fits(queries, keys, values, dropout, scale):
         from lockstep.backends.torch_attention_kernels import Saved, attention_backward
 
         gradient = gradient if gradient.stride(3) == 1 else gradient.contiguous()
         saved = Saved((queries, keys, values), out, logsumexp)
-        return attention_backward(gradient, saved, is_causal, _scale(queries, scale))
+        return attention_backward(gradient, saved, _how(queries, dropout, random, is_causal, scale))
     swapped = [tensor.transpose(1, 2) for tensor in (gradient, queries, keys, values, out)]
     theirs = torch.ops.aten._flash_attention_backward(*swapped, logsumexp, *others, scale=scale)
     return tuple(tensor.transpose(1, 2) for tensor in theirs)
 
 
-def _fits(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """By types, shapes and order in memory alone, which are the same for a shard on any device."""
+def _fits(queries: Tensor, keys: Tensor, values: Tensor, dropout: float, scale: float | None) -> bool:
+    """By numbers, types, shapes and order in memory alone, which are the same for a shard on any device."""
     return (
         queries.shape == keys.shape == values.shape
         and queries.shape[3] in WIDTHS
         and queries.dtype in (torch.bfloat16, torch.float16)
         and all(tensor.stride(3) == 1 for tensor in (queries, keys, values))
+        and dropout < 1
+        and (scale is None or scale > 0)
     )
 
 
-def _scale(queries: Tensor, scale: float | None) -> float:
-    return 1 / math.sqrt(queries.shape[3]) if scale is None else scale
+def _how(queries: Tensor, dropout: float, random: Tensor, is_causal: bool, scale: float | None) -> Any:
+    from lockstep.backends.torch_attention_kernels import Attention
+
+    scale = 1 / math.sqrt(queries.shape[3]) if scale is None else scale
+    return Attention(is_causal, scale, dropout, random.view(torch.int64))

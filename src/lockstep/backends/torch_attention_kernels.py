@@ -2,7 +2,8 @@
 
 Nothing is added from two places: the program of a block of keys walks over all queries and keeps the block's two sums
 to itself, and so does that of a block of queries. So the order of every sum is fixed, without locks or partial sums in
-memory; the price is that the scores are computed twice.
+memory; the price is that the scores are computed twice. Which probabilities are dropped is a function of a seed and of
+the positions of query and key, and is computed wherever it is needed.
 """
 
 from typing import Any, NamedTuple
@@ -11,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from lockstep.backends.torch_attention_dropout import drop, dropout_of, of_head, words_of
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # rows of queries, rows of keys, warps, stages of the pipeline: measured on an H200
@@ -47,16 +50,25 @@ class Tile(NamedTuple):
     is_even: tl.constexpr  # the length is a multiple of both: nothing has to be masked
 
 
-def attention_forward(inputs: tuple[Tensor, Tensor, Tensor], is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+class Attention(NamedTuple):
+    """What is the same in the forward and the backward pass."""
+
+    is_causal: bool
+    scale: float
+    dropout: float
+    seed: Tensor  # of dropout: one integer
+
+
+def attention_forward(inputs: tuple[Tensor, Tensor, Tensor], how: Attention) -> tuple[Tensor, Tensor]:
     """The output, and for each query the logarithm of the sum of its exponentials."""
     queries = inputs[0]
     num_samples, num_heads, length, _ = queries.shape
     out = _empty_like(queries)
     logsumexp = queries.new_empty(num_samples, num_heads, length, dtype=torch.float32)
-    given, sizes = tuple(map(_heads, inputs)), Sizes(num_heads, length, scale)
-    tile, how = _tile(FORWARD, queries, is_causal)
+    given, sizes = tuple(map(_heads, inputs)), Sizes(num_heads, length, how.scale)
+    tile, options = _tile(FORWARD, queries, how.is_causal)
     grid = triton.cdiv(length, tile.rows.value), num_samples * num_heads
-    _forward[grid](given, _heads(out), logsumexp, sizes, tile, **how)
+    _forward[grid](given, _heads(out), logsumexp, sizes, dropout_of(how.dropout, how.seed, logsumexp), tile, **options)
     return out, logsumexp
 
 
@@ -68,22 +80,26 @@ class Saved(NamedTuple):
     logsumexp: Tensor
 
 
-def attention_backward(gradient: Tensor, saved: Saved, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def attention_backward(gradient: Tensor, saved: Saved, how: Attention) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of queries, keys and values."""
     inputs, out, logsumexp = saved
     num_samples, num_heads, length, width = inputs[0].shape
     queries, keys, values = (_empty_like(tensor) for tensor in inputs)
-    delta, sizes = torch.empty_like(logsumexp), Sizes(num_heads, length, scale)
+    delta, sizes = torch.empty_like(logsumexp), Sizes(num_heads, length, how.scale)
     _delta[triton.cdiv(length, DELTA_ROWS), num_samples * num_heads](
         _heads(out), _heads(gradient), delta, sizes, DELTA_ROWS, width
     )
-    given, sums = (*map(_heads, inputs), _heads(gradient)), (logsumexp, delta)
-    tile, how = _tile(KEYS, inputs[0], is_causal)
+    given, sums, dropout = (
+        (*map(_heads, inputs), _heads(gradient)),
+        (logsumexp, delta),
+        dropout_of(how.dropout, how.seed, logsumexp),
+    )
+    tile, options = _tile(KEYS, inputs[0], how.is_causal)
     grid = triton.cdiv(length, tile.columns.value), num_samples * num_heads
-    _keys_and_values[grid](given, sums, (_heads(keys), _heads(values)), sizes, tile, **how)
-    tile, how = _tile(QUERIES, inputs[0], is_causal)
+    _keys_and_values[grid](given, sums, (_heads(keys), _heads(values)), sizes, dropout, tile, **options)
+    tile, options = _tile(QUERIES, inputs[0], how.is_causal)
     grid = triton.cdiv(length, tile.rows.value), num_samples * num_heads
-    _queries[grid](given, sums, _heads(queries), sizes, tile, **how)
+    _queries[grid](given, sums, _heads(queries), sizes, dropout, tile, **options)
     return queries, keys, values
 
 
@@ -124,7 +140,7 @@ def _store(heads, row, numbers, sizes, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _forward(inputs, out, logsumexp, sizes, tile):
+def _forward(inputs, out, logsumexp, sizes, dropout, tile):
     """The output of one block of queries: first the keys that all of them see, then those that some do not."""
     queries, keys, values = inputs
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * tile.rows  # the longest first: later queries see more keys
@@ -133,12 +149,15 @@ def _forward(inputs, out, logsumexp, sizes, tile):
     total = tl.zeros([tile.rows, tile.width], dtype=tl.float32)
     top = tl.full([tile.rows], float("-inf"), dtype=tl.float32)
     sums = tl.zeros([tile.rows], dtype=tl.float32)
+    of_queries = query
+    if dropout.words is not None:
+        of_queries = words_of(dropout, query, sizes, tile, 0)
     seen = (first if tile.is_causal else sizes.length) // tile.columns * tile.columns
     for at in tl.range(0, seen, tile.columns):
         key = at + tl.arange(0, tile.columns)
         k = _load(keys, key, sizes, True, tile.width)
         v = _load(values, key, sizes, True, tile.width)
-        total, top, sums = _add_keys(tl.dot(q, tl.trans(k)) * (sizes.scale * LOG2E), v, total, top, sums)
+        total, top, sums = _add_keys(tl.dot(q, tl.trans(k)), v, total, top, sums, of_queries, key, sizes, dropout, tile)
     end = tl.minimum(first + tile.rows, sizes.length) if tile.is_causal else sizes.length
     for at in tl.range(seen, end, tile.columns):
         key = at + tl.arange(0, tile.columns)
@@ -147,21 +166,27 @@ def _forward(inputs, out, logsumexp, sizes, tile):
         is_seen = key[None, :] < sizes.length
         if tile.is_causal:
             is_seen = is_seen & (query[:, None] >= key[None, :])
-        scores = tl.where(is_seen, tl.dot(q, tl.trans(k)) * (sizes.scale * LOG2E), -1e30)
-        total, top, sums = _add_keys(scores, v, total, top, sums)
-    _store(out, query, total / sums[:, None], sizes, tile.width)
+        scores = tl.where(is_seen, tl.dot(q, tl.trans(k)), -1e30)
+        total, top, sums = _add_keys(scores, v, total, top, sums, of_queries, key, sizes, dropout, tile)
+    divisor = sums
+    if dropout.words is not None:
+        divisor = sums * dropout.share
+    _store(out, query, total / divisor[:, None], sizes, tile.width)
     at_sum = logsumexp + tl.program_id(1).to(tl.int64) * sizes.length + query
     tl.store(at_sum, (top + tl.math.log2(sums)) / LOG2E, mask=query < sizes.length)
 
 
 @triton.jit
-def _add_keys(scores, v, total, top, sums):
+def _add_keys(scores, v, total, top, sums, of_queries, key, sizes, dropout, tile):
     """Adds a block of keys to a running softmax, whose numbers are relative to the largest so far."""
-    new_top = tl.maximum(top, tl.max(scores, 1))
-    p = tl.math.exp2(scores - new_top[:, None])
+    factor = sizes.scale * LOG2E  # larger than 0
+    new_top = tl.maximum(top, tl.max(scores, 1) * factor)
+    p = tl.math.exp2(scores * factor - new_top[:, None])
     smaller = tl.math.exp2(top - new_top)
-    total = total * smaller[:, None] + tl.dot(p.to(v.dtype), v)
-    return total, new_top, sums * smaller + tl.sum(p, 1)
+    sums = sums * smaller + tl.sum(p, 1)
+    if dropout.words is not None:
+        p = drop(p, of_queries, words_of(dropout, key, sizes, tile, 1), dropout)
+    return total * smaller[:, None] + tl.dot(p.to(v.dtype), v), new_top, sums
 
 
 @triton.jit
@@ -175,16 +200,20 @@ def _delta(out, gradient, delta, sizes, ROWS: tl.constexpr, WIDTH: tl.constexpr)
 
 
 @triton.jit
-def _of_queries(sums, query, sizes):
-    """For each query the logarithm of base 2 of its sum of exponentials, and its delta."""
-    logsumexp, delta = sums
-    at, is_there = tl.program_id(1).to(tl.int64) * sizes.length + query, query < sizes.length
-    lse = tl.load(logsumexp + at, mask=is_there, other=float("inf")) * LOG2E
-    return lse, tl.load(delta + at, mask=is_there, other=0.0)
+def _of_queries(sums, query, sizes, dropout, tile):
+    """For each query the logarithm of base 2 of its sum of exponentials, and its delta.
+
+    With dropout, the probabilities that follow from the first are those divided by the share that is kept.
+    """
+    lse = of_head(sums[0], tl.program_id(1), query, sizes, tile.is_even, float("inf")) * LOG2E
+    d = of_head(sums[1], tl.program_id(1), query, sizes, tile.is_even, 0.0)
+    if dropout.words is not None:
+        lse, d = lse + tl.math.log2(dropout.share), d * dropout.share
+    return lse, d
 
 
 @triton.jit
-def _keys_and_values(given, sums, found, sizes, tile):
+def _keys_and_values(given, sums, found, sizes, dropout, tile):
     """The gradients of one block of keys and values: the sum over all queries that see it."""
     queries, keys, values, gradient = given
     first = tl.program_id(0) * tile.columns
@@ -193,31 +222,43 @@ def _keys_and_values(given, sums, found, sizes, tile):
     v = _load(values, key, sizes, tile.is_even, tile.width)
     dk = tl.zeros([tile.columns, tile.width], dtype=tl.float32)
     dv = tl.zeros([tile.columns, tile.width], dtype=tl.float32)
+    of_keys = key
+    if dropout.words is not None:
+        of_keys = words_of(dropout, key, sizes, tile, 1)
     for at in tl.range((first // tile.rows) * tile.rows if tile.is_causal else 0, sizes.length, tile.rows):
         query = at + row
         q = _load(queries, query, sizes, tile.is_even, tile.width)
         g = _load(gradient, query, sizes, tile.is_even, tile.width)
-        lse, delta = _of_queries(sums, query, sizes)
+        lse, delta = _of_queries(sums, query, sizes, dropout, tile)
         p = tl.math.exp2(tl.dot(k, tl.trans(q)) * (sizes.scale * LOG2E) - lse[None, :])
         if tile.is_causal:
             p = tl.where(query[None, :] >= key[:, None], p, 0.0)
-        dv += tl.dot(p.to(g.dtype), g)
-        ds = p * (tl.dot(v, tl.trans(g)) - delta[None, :])
+        dp = tl.dot(v, tl.trans(g))
+        if dropout.words is None:
+            dv += tl.dot(p.to(g.dtype), g)
+            ds = p * (dp - delta[None, :])
+        else:
+            kept = drop(p, of_keys, words_of(dropout, query, sizes, tile, 0), dropout)
+            dv += tl.dot(kept.to(g.dtype), g)
+            ds = kept * dp - p * delta[None, :]
         dk += tl.dot(ds.to(q.dtype), q)
     _store(found[0], key, dk * sizes.scale, sizes, tile.width)
     _store(found[1], key, dv, sizes, tile.width)
 
 
 @triton.jit
-def _queries(given, sums, d_queries, sizes, tile):
+def _queries(given, sums, d_queries, sizes, dropout, tile):
     """The gradients of one block of queries: the sum over all keys that it sees."""
     queries, keys, values, gradient = given
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * tile.rows  # the longest first: later queries see more keys
     query = first + tl.arange(0, tile.rows)
     q = _load(queries, query, sizes, tile.is_even, tile.width)
     g = _load(gradient, query, sizes, tile.is_even, tile.width)
-    lse, delta = _of_queries(sums, query, sizes)
+    lse, delta = _of_queries(sums, query, sizes, dropout, tile)
     dq = tl.zeros([tile.rows, tile.width], dtype=tl.float32)
+    of_queries = query
+    if dropout.words is not None:
+        of_queries = words_of(dropout, query, sizes, tile, 0)
     for at in tl.range(
         0, tl.minimum(first + tile.rows, sizes.length) if tile.is_causal else sizes.length, tile.columns
     ):
@@ -227,6 +268,10 @@ def _queries(given, sums, d_queries, sizes, tile):
         p = tl.math.exp2(tl.dot(q, tl.trans(k)) * (sizes.scale * LOG2E) - lse[:, None])
         if tile.is_causal:
             p = tl.where(query[:, None] >= key[None, :], p, 0.0)
-        ds = p * (tl.dot(g, tl.trans(v)) - delta[:, None])
+        dp = tl.dot(g, tl.trans(v))
+        if dropout.words is None:
+            ds = p * (dp - delta[:, None])
+        else:
+            ds = drop(p, of_queries, words_of(dropout, key, sizes, tile, 1), dropout) * dp - p * delta[:, None]
         dq += tl.dot(ds.to(k.dtype), k)
     _store(d_queries, query, dq * sizes.scale, sizes, tile.width)
