@@ -94,8 +94,7 @@ def test_attention_in_a_session_has_the_gradients_of_pytorch(samples, heads, len
         found, again = gradient_of(joined), gradient_of(joined)
         with profile(activities=[ProfilerActivity.CUDA]) as seen:
             gradient_of(joined)
-        gradient_of(joined, dropout_p=1.0)  # PyTorch's
-        gradient_of(joined.detach().float().requires_grad_())
+        gradient_of(joined.detach().float().requires_grad_())  # PyTorch's
     assert torch.equal(found, again)
     assert (found.double() - exact).norm() < 0.02 * exact.norm()
     if can_replace():
@@ -105,6 +104,7 @@ def test_attention_in_a_session_has_the_gradients_of_pytorch(samples, heads, len
     assert not any("_keys_and_values" in event.name for event in seen.events())
 
 
+@pytest.mark.filterwarnings("ignore")  # of the first matrix product of a process
 @pytest.mark.skipif(not can_replace(), reason="attention with dropout is PyTorch's on this GPU")
 @pytest.mark.parametrize("dropout", [0.1, 0.75])
 @pytest.mark.parametrize(("samples", "heads", "length", "width", "is_causal"), ATTENTION)
@@ -133,8 +133,9 @@ def test_attention_with_dropout_has_the_gradients_of_the_probabilities_that_it_k
 
     out, logsumexp = attention_forward(tuple(inputs), how)
     found = attention_backward(gradient, Saved(tuple(inputs), out, logsumexp), how)
-    for ours, theirs in zip((out, *found), (expected, *expected_gradients), strict=True):
-        assert (ours.double() - theirs).norm() <= 0.02 * theirs.norm() + 1e-3
+    gradients, exact_gradients = torch.stack(found).double(), torch.stack(expected_gradients)
+    assert (out.double() - expected).norm() <= 0.01 * expected.norm()
+    assert (gradients - exact_gradients).norm() <= 0.01 * exact_gradients.norm()
 
 
 def test_attention_drops_the_given_share_and_other_probabilities_for_another_seed():

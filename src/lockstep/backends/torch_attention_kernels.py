@@ -16,10 +16,11 @@ from torch import Tensor
 from lockstep.backends.torch_attention_dropout import drop, dropout_of, of_head, words_of
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# rows of queries, rows of keys, warps, stages of the pipeline: measured on an H200
-FORWARD = 64, 64, 4, 3
-KEYS = 32, 64, 4, 3
-QUERIES = 64, 64, 4, 3
+EVEN = 64  # a length that is a multiple of it needs no masks
+# rows of queries, rows of keys, warps, stages of the pipeline, for other lengths and for such: measured on an H200
+FORWARD = (64, 32, 4, 3), (64, 64, 4, 2)
+KEYS = (16, 64, 4, 3), (32, 64, 4, 3)
+QUERIES = (64, 32, 4, 3), (64, 64, 4, 3)
 DELTA_ROWS = 128
 
 
@@ -47,7 +48,7 @@ class Tile(NamedTuple):
     columns: tl.constexpr  # rows of keys
     width: tl.constexpr  # of a head
     is_causal: tl.constexpr
-    is_even: tl.constexpr  # the length is a multiple of both: nothing has to be masked
+    is_even: tl.constexpr  # the length is a multiple of rows and columns: nothing has to be masked
 
 
 class Attention(NamedTuple):
@@ -112,10 +113,11 @@ def _heads(tensor: Tensor) -> Heads:
     return Heads(tensor, *tensor.stride()[:3])  # the last is 1
 
 
-def _tile(chosen: tuple[int, int, int, int], queries: Tensor, is_causal: bool) -> tuple[Tile, dict[str, int]]:
-    rows, columns, warps, stages = chosen
+def _tile(chosen: tuple[tuple[int, ...], ...], queries: Tensor, is_causal: bool) -> tuple[Tile, dict[str, int]]:
     length, width = queries.shape[2:]
-    tile = Tile(*map(tl.constexpr, (rows, columns, width, is_causal, length % max(rows, columns) == 0)))
+    is_even = length % EVEN == 0
+    rows, columns, warps, stages = chosen[is_even]
+    tile = Tile(*map(tl.constexpr, (rows, columns, width, is_causal, is_even)))
     return tile, {"num_warps": warps, "num_stages": stages}
 
 
