@@ -53,9 +53,12 @@ def of_head(data, head, position, sizes, EVEN: tl.constexpr, OTHER: tl.constexpr
 
 @triton.jit
 def words_of(dropout, position, sizes, tile, OF_KEYS: tl.constexpr):
-    """Those of some queries, or keys, of this program's head."""
-    head = tl.program_id(1) + OF_KEYS * tl.num_programs(1)
-    return of_head(dropout.words, head, position, sizes, tile.is_even, 0).to(tl.uint32, bitcast=True)
+    """Those of some queries, or keys, of this program's head; without dropout, the positions themselves."""
+    found = position
+    if dropout.words is not None:
+        head = tl.program_id(1) + OF_KEYS * tl.num_programs(1)
+        found = of_head(dropout.words, head, position, sizes, tile.is_even, 0).to(tl.uint32, bitcast=True)
+    return found
 
 
 @triton.jit

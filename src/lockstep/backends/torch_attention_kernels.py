@@ -151,15 +151,14 @@ def _forward(inputs, out, logsumexp, sizes, dropout, tile):
     total = tl.zeros([tile.rows, tile.width], dtype=tl.float32)
     top = tl.full([tile.rows], float("-inf"), dtype=tl.float32)
     sums = tl.zeros([tile.rows], dtype=tl.float32)
-    of_queries = query
-    if dropout.words is not None:
-        of_queries = words_of(dropout, query, sizes, tile, 0)
+    of_queries = words_of(dropout, query, sizes, tile, 0)
     seen = (first if tile.is_causal else sizes.length) // tile.columns * tile.columns
     for at in tl.range(0, seen, tile.columns):
         key = at + tl.arange(0, tile.columns)
         k = _load(keys, key, sizes, True, tile.width)
         v = _load(values, key, sizes, True, tile.width)
-        total, top, sums = _add_keys(tl.dot(q, tl.trans(k)), v, total, top, sums, of_queries, key, sizes, dropout, tile)
+        words = of_queries, words_of(dropout, key, sizes, tile, 1)
+        total, top, sums = _add_keys(tl.dot(q, tl.trans(k)), v, (total, top, sums), words, sizes, dropout)
     end = tl.minimum(first + tile.rows, sizes.length) if tile.is_causal else sizes.length
     for at in tl.range(seen, end, tile.columns):
         key = at + tl.arange(0, tile.columns)
@@ -169,7 +168,8 @@ def _forward(inputs, out, logsumexp, sizes, dropout, tile):
         if tile.is_causal:
             is_seen = is_seen & (query[:, None] >= key[None, :])
         scores = tl.where(is_seen, tl.dot(q, tl.trans(k)), -1e30)
-        total, top, sums = _add_keys(scores, v, total, top, sums, of_queries, key, sizes, dropout, tile)
+        words = of_queries, words_of(dropout, key, sizes, tile, 1)
+        total, top, sums = _add_keys(scores, v, (total, top, sums), words, sizes, dropout)
     divisor = sums
     if dropout.words is not None:
         divisor = sums * dropout.share
@@ -179,15 +179,16 @@ def _forward(inputs, out, logsumexp, sizes, dropout, tile):
 
 
 @triton.jit
-def _add_keys(scores, v, total, top, sums, of_queries, key, sizes, dropout, tile):
+def _add_keys(scores, v, running, words, sizes, dropout):
     """Adds a block of keys to a running softmax, whose numbers are relative to the largest so far."""
+    total, top, sums = running
     factor = sizes.scale * LOG2E  # larger than 0
     new_top = tl.maximum(top, tl.max(scores, 1) * factor)
     p = tl.math.exp2(scores * factor - new_top[:, None])
     smaller = tl.math.exp2(top - new_top)
     sums = sums * smaller + tl.sum(p, 1)
     if dropout.words is not None:
-        p = drop(p, of_queries, words_of(dropout, key, sizes, tile, 1), dropout)
+        p = drop(p, words[0], words[1], dropout)
     return total * smaller[:, None] + tl.dot(p.to(v.dtype), v), new_top, sums
 
 
@@ -224,9 +225,7 @@ def _keys_and_values(given, sums, found, sizes, dropout, tile):
     v = _load(values, key, sizes, tile.is_even, tile.width)
     dk = tl.zeros([tile.columns, tile.width], dtype=tl.float32)
     dv = tl.zeros([tile.columns, tile.width], dtype=tl.float32)
-    of_keys = key
-    if dropout.words is not None:
-        of_keys = words_of(dropout, key, sizes, tile, 1)
+    of_keys = words_of(dropout, key, sizes, tile, 1)
     for at in tl.range((first // tile.rows) * tile.rows if tile.is_causal else 0, sizes.length, tile.rows):
         query = at + row
         q = _load(queries, query, sizes, tile.is_even, tile.width)
@@ -258,9 +257,7 @@ def _queries(given, sums, d_queries, sizes, dropout, tile):
     g = _load(gradient, query, sizes, tile.is_even, tile.width)
     lse, delta = _of_queries(sums, query, sizes, dropout, tile)
     dq = tl.zeros([tile.rows, tile.width], dtype=tl.float32)
-    of_queries = query
-    if dropout.words is not None:
-        of_queries = words_of(dropout, query, sizes, tile, 0)
+    of_queries = words_of(dropout, query, sizes, tile, 0)
     for at in tl.range(
         0, tl.minimum(first + tile.rows, sizes.length) if tile.is_causal else sizes.length, tile.columns
     ):
