@@ -612,8 +612,8 @@ BREAKS = [
         "same bits",
         "new parameters are handed out before they are updated",
         "parallel/combined.py",
-        "Update(tuple(total)), *handed]",
-        "*handed, Update(tuple(total))]",
+        "Update(tuple(total)), *gathered]",
+        "*gathered, Update(tuple(total))]",
         "tests/parallel/test_combined.py",
     ),
     Break(

@@ -18,8 +18,8 @@ from lockstep.optim.optimizers import Sgd
 from lockstep.partition.balance import Balance
 from lockstep.partition.batch import split_into_shards
 from lockstep.replicas.flat import FlatReplica, FlatTrainSpec
+from lockstep.runtime.communicators import Communicator
 from lockstep.runtime.inprocess import InProcess
-from lockstep.runtime.lanes import Lane
 from lockstep.runtime.process_group import ProcessGroup
 from lockstep.runtime.step import StepOptions, train_step
 from lockstep.runtime.store import LOOPBACK, join_store, serve_store
@@ -72,7 +72,7 @@ def test_a_captured_step_with_nccl_gives_the_bits_of_the_step():
                 return as_vector(TORCH.value_and_grad(CrossEntropySum(lenet), layout, flat, *inputs[number])[1])
 
             total = sum_of(Node(0, NUM_SHARDS), leaf, TORCH.add)
-            group.backend(Lane(GRADIENTS, (0,))).allreduce([total]).wait()
+            group.backend(Communicator(GRADIENTS, (0,))).allreduce([total]).wait()
             new, new_state = optimizer(flat, total / BATCH, state, 1, 1.0)
             return new, new_state
 

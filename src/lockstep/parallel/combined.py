@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from lockstep.parallel.data import DataParallel, compute, exchange
 from lockstep.parallel.pipeline import Pipeline, pipeline_compute, pipeline_measure
-from lockstep.parallel.sharded_update import hand_out, reduce_scatter
+from lockstep.parallel.sharded_update import all_gather_parameters, reduce_scatter
 from lockstep.partition.grid import Grid
 from lockstep.schedules.instructions import (
     AllGather,
@@ -80,16 +80,16 @@ def combined(step: CombinedStep) -> Schedule:
             computed = pipeline_compute(datas, own, pipeline_of(grid, rank, step.stages), at.network, step.order)
         else:
             computed = compute(parts[0].data, own)
-        exchanged, total, handed = list[Instruction](), list[Partial](), list[Instruction]()
+        exchanged, total, gathered = list[Instruction](), list[Partial](), list[Instruction]()
         for number, part in enumerate(parts):
             if part.owned:
                 made, sums = reduce_scatter(part.data, at.data, ranks, part.owned, number)
-                handed += hand_out(at.data, ranks, part.owned, number)
+                gathered += all_gather_parameters(at.data, ranks, part.owned, number)
             else:
                 made, sums = exchange(part.data, at.data, ranks, number * len(part.data.buckets))
             exchanged += made
             total += sums
-        update = [*([GatherNorms()] if step.gathers_norms else []), Update(tuple(total)), *handed]
+        update = [*([GatherNorms()] if step.gathers_norms else []), Update(tuple(total)), *gathered]
         entries = range(parts[0].data.entries.start, parts[-1].data.entries.stop)
         programs.append(RankProgram((*computed, AllGather()), tuple(exchanged), tuple(update), entries))
     overlaps = any(len(part.data.buckets) > 1 for parts in step.parts for part in parts)

@@ -53,7 +53,9 @@ def reduce_scatter(
     return (*complete(step, step.shards[number], step.entries), *communicate, *sums), total
 
 
-def hand_out(number: int, ranks: Sequence[int], owned: Sequence[range], group: int = 0) -> list[Instruction]:
+def all_gather_parameters(
+    number: int, ranks: Sequence[int], owned: Sequence[range], group: int = 0
+) -> list[Instruction]:
     """Sends the new values of what number `number` of `ranks` owns to the others, and receives theirs."""
     own, others = owned[number], [other for other in range(len(ranks)) if other != number]
     sends = tuple(Send(Parameters(own), ranks[other]) for other in others if own)

@@ -49,7 +49,7 @@ class Call(NamedTuple):
     pulls: list[Pull]  # of this rank's slices
 
 
-class Flight(NamedTuple):
+class PendingBackward(NamedTuple):
     """A shard that has gone forward."""
 
     calls: list[Call]
@@ -75,7 +75,7 @@ class LayeredReplica(FlatReplica):
         spec = replace(spec, layout=layout_of({name: weights[name] for name in own}), compiled_sizes=frozenset())
         vector = backend.from_numpy(spec.layout.flatten([weights[name] for name in own]), device)
         super().__init__(spec, backend.copy_to(vector, device), state, part)
-        self._flights: dict[int, Flight] = {}
+        self._pending: dict[int, PendingBackward] = {}
         self._is_last = part.stages[-1] == part.num_stages - 1
         self._device = device
 
@@ -84,7 +84,7 @@ class LayeredReplica(FlatReplica):
         return layer_shares(len(slices.widths), slices.num_ranks)[slices.number].slices
 
     def begin_step(self, step: int) -> None:
-        self._flights.clear()
+        self._pending.clear()
 
     def why_not_capturable(self) -> str:
         return "layers are computed one by one (--split, --slices)"
@@ -103,11 +103,11 @@ class LayeredReplica(FlatReplica):
             X, pulls = self._call(slices, params, X, cut is not None or number > 0, all_gather)
             calls.append(Call(slices, pulls))
         if not self._is_last:
-            self._flights[shard.number] = Flight(calls, None, None, all_gather)
+            self._pending[shard.number] = PendingBackward(calls, None, None, all_gather)
             return Cut([X])
         backend = self._spec.backend
         loss, pull = backend.vjp(cross_entropy, [], X, True, shard.y)
-        self._flights[shard.number] = Flight(calls, loss, pull(loss * 0 + 1)[0], all_gather)
+        self._pending[shard.number] = PendingBackward(calls, loss, pull(loss * 0 + 1)[0], all_gather)
         return None
 
     def _call(
@@ -126,12 +126,12 @@ class LayeredReplica(FlatReplica):
         return out, [pull for _, pull in found]
 
     def backward(self, number: int, stage: int, gradients: list[Any] | None) -> tuple[Leaf, list[Any]]:
-        flight = self._flights.pop(number)
-        gradient = flight.gradient if gradients is None else gradients[0]
+        pending = self._pending.pop(number)
+        gradient = pending.gradient if gradients is None else gradients[0]
         by_name: dict[str, Tensor] = {}
-        for call in reversed(flight.calls):
-            gradient = self._go_back(call, gradient, by_name, flight.all_gather)
-        return Leaf(self._joined([by_name[name] for name in self._layout.names]), flight.loss), [gradient]
+        for call in reversed(pending.calls):
+            gradient = self._go_back(call, gradient, by_name, pending.all_gather)
+        return Leaf(self._joined([by_name[name] for name in self._layout.names]), pending.loss), [gradient]
 
     def _joined(self, gradients: list[Tensor]) -> Tensor:
         """All gradients as one vector, with zeros in between."""

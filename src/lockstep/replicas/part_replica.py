@@ -23,7 +23,7 @@ from lockstep.replicas.replica import AllGatherTensors, Cut, Leaf, Measured, Sha
 from lockstep.replicas.sliced_layers import SliceContext
 
 
-class Arrived:
+class ReceivedTensor:
     """A tensor that an earlier stage has handed over, and the gradients that go back for it, one for each pass."""
 
     def __init__(self, value: Tensor) -> None:
@@ -49,10 +49,10 @@ class Arrived:
         self._taken.clear()
 
 
-class Flight(NamedTuple):
+class PendingBackward(NamedTuple):
     """A shard that has gone forward."""
 
-    arrived: list[Arrived]
+    received: list[ReceivedTensor]
     outputs: list[Tensor]  # what was handed to the next stage
     loss: LossSum | None  # after the last stage
     updates: BufferUpdates
@@ -64,14 +64,14 @@ class PartModuleReplica(ModuleReplica):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._flights: dict[int, Flight] = {}  # by the number of the shard
+        self._pending: dict[int, PendingBackward] = {}  # by the number of the shard
         self._is_last = self._part.stages[-1] == self._part.num_stages - 1
         self._splits_model = self._part.num_stages > 1 or self._part.num_layer_ranks > 1
         self._num_begun = 0  # steps
         self._kept: dict[str, str] | None = None  # before the shards of a step that is checked
 
     def begin_step(self, step: int) -> None:
-        self._flights.clear()
+        self._pending.clear()
         is_new = self._step != step
         super().begin_step(step)
         self._num_begun += is_new
@@ -108,9 +108,9 @@ class PartModuleReplica(ModuleReplica):
 
     def forward(self, shard: Shard, stage: int, cut: Cut | None, all_gather: AllGatherTensors) -> Cut | None:
         slices = self._slices(all_gather)
-        arrived = [Arrived(value) for value in cut.values] if cut is not None else []
+        received = [ReceivedTensor(value) for value in cut.values] if cut is not None else []
         if cut is not None:
-            X = put_together([one.value for one in arrived], cut.form, self._device)
+            X = put_together([one.value for one in received], cut.form, self._device)
             shard = shard._replace(X=X, random=cut.random, is_cut=True)
         loss, outputs, form = None, list[Tensor](), None
         with plain_errors(self._device.type), span(SpanName.FORWARD):
@@ -121,16 +121,16 @@ class PartModuleReplica(ModuleReplica):
                     loss = self._losses.of(self._own, shard)
                 else:
                     outputs, form = flattened(self._losses.output(self._own, shard))
-        shared = [arrived[number] for number in cut.sharing] if cut is not None else []
+        shared = [received[number] for number in cut.sharing] if cut is not None else []
         for one in shared:
             one.check_unchanged()
-        self._flights[shard.number] = Flight(arrived, outputs, loss, self._buffers.updates(), slices)
+        self._pending[shard.number] = PendingBackward(received, outputs, loss, self._buffers.updates(), slices)
         return None if self._is_last else self._cut(outputs, form, shard, [one.value for one in shared])
 
     def _cut(self, tensors: list[Tensor], form: Form, shard: Shard, shared: Sequence[Tensor] = ()) -> Cut:
         """What the next stage gets: values, not how they were computed. A buffer as it is now: shards change it.
 
-        `shared` have arrived, and share memory with something in an earlier stage.
+        `shared` were received, and share memory with something in an earlier stage.
         """
         of_buffers = with_memory_of(tensors, self.module.buffers())
         values = [tensor.detach() for tensor in tensors]
@@ -145,24 +145,24 @@ class PartModuleReplica(ModuleReplica):
         return self._random.state() if self._random.has_drawn else shard.random
 
     def backward(self, number: int, stage: int, gradients: list[Any] | None) -> tuple[Leaf, list[Any]]:
-        flight = self._flights.pop(number)
+        pending = self._pending.pop(number)
         with plain_errors(self._device.type), span(SpanName.BACKWARD):
-            if flight.loss is not None:
-                passes = [[(flight.loss.total, torch.ones_like(flight.loss.total))]]
+            if pending.loss is not None:
+                passes = [[(pending.loss.total, torch.ones_like(pending.loss.total))]]
             else:
-                passes = _passes(flight.outputs, gradients or [])
+                passes = _passes(pending.outputs, gradients or [])
 
             def after_pass() -> None:
-                for arrived in flight.arrived:
-                    arrived.end_pass()
+                for tensor in pending.received:
+                    tensor.end_pass()
 
-            found, vector = self._gradients.of_part(passes, flight.slices, after_pass)
-        loss = flight.loss or LossSum(torch.zeros(()), None)
-        leaf = self._leaf(loss, found, vector, self._own, flight.updates)
-        if flight.loss is None:
+            found, vector = self._gradients.of_part(passes, pending.slices, after_pass)
+        loss = pending.loss or LossSum(torch.zeros(()), None)
+        leaf = self._leaf(loss, found, vector, self._own, pending.updates)
+        if pending.loss is None:
             leaf = leaf._replace(loss=None)
         return leaf, [
-            gradient for of_pass in zip(*(a.gradients for a in flight.arrived), strict=True) for gradient in of_pass
+            gradient for of_pass in zip(*(a.gradients for a in pending.received), strict=True) for gradient in of_pass
         ]
 
     def measure(self, X: Any, y: Any) -> Measured:

@@ -24,7 +24,7 @@ from lockstep.partition.balance import Balance
 from lockstep.partition.batch import split_into_shards
 from lockstep.partition.ranks import split_over_ranks
 from lockstep.replicas.replica import CapturableReplica, Replica
-from lockstep.runtime.engine import Engine, Position, Rank, StepInput
+from lockstep.runtime.engine import Engine, Position, Rank, StepInput, has_all_ranks
 from lockstep.runtime.interpreter import Interpreter
 from lockstep.runtime.out_of_memory import is_out_of_memory
 from lockstep.runtime.rank_capture import RankCapturedSteps
@@ -50,8 +50,8 @@ def captured_or_eager_steps(
     eager.why_eager = next(filter(None, (replica.why_not_capturable() for replica in capturable)), "")
     if eager.why_eager:
         return eager
-    has_all_ranks = len(own) == engine.num_ranks and options.exchange != NATIVE  # that is a call between processes
-    whole = backend.graph_capture(engine.devices) if has_all_ranks else None
+    is_one_graph = has_all_ranks(engine) and options.exchange != NATIVE  # that is a call between processes
+    whole = backend.graph_capture(engine.devices) if is_one_graph else None
     if whole is not None:
         return CapturedSteps(eager, engine, capturable, options, whole)
     return RankCapturedSteps(engine, capturable, options, balance, captures)

@@ -107,6 +107,11 @@ def ranks_with_shards(schedule: Schedule) -> list[int]:
     return [rank for rank, program in enumerate(schedule.programs) if COMPUTES.intersection(map(type, program.compute))]
 
 
+def has_all_ranks(engine: "Engine") -> bool:
+    """Whether this process has all ranks, so that no other waits for it."""
+    return len(engine.local_ranks) == engine.num_ranks
+
+
 class Engine(Protocol):
     """Runs the ranks. A context manager: leaving it ends every thread and process it started."""
 

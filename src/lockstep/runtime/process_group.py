@@ -19,11 +19,19 @@ from lockstep.backends.torch import torch_device
 from lockstep.core.device import Device
 from lockstep.core.errors import PeerFailure, first_line
 from lockstep.core.secret import proof_of
-from lockstep.runtime.lanes import GLOO, Lane, connect_gloo, connect_nccl, lanes_of, prepare_nccl, uses_nccl
+from lockstep.runtime.communicators import (
+    GLOO,
+    Communicator,
+    communicators_of,
+    connect_gloo,
+    connect_nccl,
+    prepare_nccl,
+    uses_nccl,
+)
 from lockstep.runtime.rank_errors import is_timeout
 from lockstep.runtime.store import Store
 from lockstep.runtime.transport import GroupKey
-from lockstep.schedules.instructions import CHANNELS, GRADIENTS, Schedule, lane_of
+from lockstep.schedules.instructions import GRADIENTS, Schedule, communicator_of
 
 HEAD = 4096  # bytes of a first message: its length, and as much as fits; as a rule, that is all
 MAX_MESSAGE = 1 << 36  # bytes
@@ -54,7 +62,7 @@ class ProcessGroup:
         self._staged: dict[GroupKey, list[Transfer]] = {}  # received in the CPU's memory, to be copied to the GPU's
         self.device = torch_device(devices[rank])
         self._uses_nccl = uses_nccl(devices, address)
-        self._connections: dict[Lane, Any] = {}  # NCCL's lanes do not wait for each other
+        self._connections: dict[Communicator, Any] = {}  # NCCL's communicators do not wait for each other
         try:
             self._connections[GLOO] = connect_gloo(store, rank, self.size, address, timeout)
             if self._uses_nccl:
@@ -110,11 +118,11 @@ class ProcessGroup:
 
     def connect(self, schedule: Schedule) -> None:
         """Connects what the transfers of a schedule queue up in. A collective; nothing, where it was done before."""
-        for lane in lanes_of(schedule) if self._uses_nccl else ():
-            if self.rank in lane.ranks and lane not in self._connections:
-                number, token = lane.number_of(self.rank), torch.zeros(1, device=self.device)
-                before, after = lane.ranks[number - 1], lane.ranks[(number + 1) % len(lane.ranks)]
-                self._finish(self._start(lane, [(after, token)], [(before, torch.zeros_like(token))], 0), True)
+        for comm in communicators_of(schedule) if self._uses_nccl else ():
+            if self.rank in comm.ranks and comm not in self._connections:
+                number, token = comm.number_of(self.rank), torch.zeros(1, device=self.device)
+                before, after = comm.ranks[number - 1], comm.ranks[(number + 1) % len(comm.ranks)]
+                self._finish(self._start(comm, [(after, token)], [(before, torch.zeros_like(token))], 0), True)
 
     def start(
         self,
@@ -130,7 +138,7 @@ class ProcessGroup:
         """
         sent = [(target, vector.to(self._device_of_transfers)) for target, vector in sends]
         written = [(source, self._memory_for(vector)) for source, vector in receives]
-        self._pending[key] = self._start(self._lane_of(key, ranks), sent, written, _tag(key))
+        self._pending[key] = self._start(self._communicator_of(key, ranks), sent, written, key.tag)
         self._staged[key] = written
 
     def finish(self, key: GroupKey, receives: Sequence[Transfer]) -> None:
@@ -144,22 +152,22 @@ class ProcessGroup:
         """Starts to send bytes, and then tensors whose shapes they tell; they may be touched after `finish_message`."""
         content = torch.frombuffer(bytearray(plain), dtype=torch.uint8)
         head, sent = [(target, torch.tensor([len(content)])), (target, content)], self._messages.setdefault(key, [])
-        sent.append((self._start(GLOO, head, [], _tag(key)), False))
+        sent.append((self._start(GLOO, head, [], key.tag), False))
         for tensor in tensors:
             if len(tensor):
                 there = [(target, tensor.to(self._device_of_transfers))]
-                lane = self._lane_of(key, (self.rank, target))
-                sent.append((self._start(lane, there, [], _tag(key)), self._uses_nccl))
+                comm = self._communicator_of(key, (self.rank, target))
+                sent.append((self._start(comm, there, [], key.tag), self._uses_nccl))
 
     def receive_bytes(self, key: GroupKey, source: int) -> bytes:
         """The bytes of a message; waits for them."""
         length = torch.zeros(1, dtype=torch.int64)
-        self._finish(self._start(GLOO, [], [(source, length)], _tag(key)), False)
+        self._finish(self._start(GLOO, [], [(source, length)], key.tag), False)
         if not 0 < int(length) <= MAX_PLAIN:
             self.close()
             raise PeerFailure(f"Rank {source} sent a message of {int(length)} bytes, which cannot be.")
         content = torch.empty(int(length), dtype=torch.uint8)
-        self._finish(self._start(GLOO, [], [(source, content)], _tag(key)), False)
+        self._finish(self._start(GLOO, [], [(source, content)], key.tag), False)
         return content.numpy().tobytes()
 
     def receive_tensors(self, key: GroupKey, source: int, tensors: Sequence[Tensor]) -> None:
@@ -167,8 +175,8 @@ class ProcessGroup:
         for tensor in tensors:
             if len(tensor):
                 written = self._memory_for(tensor)
-                lane = self._lane_of(key, (self.rank, source))
-                self._finish(self._start(lane, [], [(source, written)], _tag(key)), self._uses_nccl)
+                comm = self._communicator_of(key, (self.rank, source))
+                self._finish(self._start(comm, [], [(source, written)], key.tag), self._uses_nccl)
                 if written is not tensor:
                     tensor.copy_(written)
 
@@ -187,18 +195,19 @@ class ProcessGroup:
         there = self._device_of_transfers
         return vector if vector.device == there else torch.empty_like(vector, device=there)
 
-    def _lane_of(self, key: GroupKey, ranks: Sequence[int] | None = None) -> Lane:
+    def _communicator_of(self, key: GroupKey, ranks: Sequence[int] | None = None) -> Communicator:
         """What the transfers of a group between these ranks queue up in."""
         if not self._uses_nccl:
             return GLOO
-        return Lane(lane_of(key.channel, key.round), tuple(sorted(range(self.size) if ranks is None else ranks)))
+        own = range(self.size) if ranks is None else ranks
+        return Communicator(communicator_of(key.channel, key.round), tuple(sorted(own)))
 
     def all_reduce(self, vector: Tensor) -> Tensor:
         """The sum over all ranks, in PyTorch's own order of additions."""
         total = vector.to(self.device if self._uses_nccl else torch.device("cpu"), copy=True)
         works: list[Any] = []
         try:
-            works.append(self.backend(self._lane_of(GroupKey(GRADIENTS, 0, 0))).allreduce([total]))
+            works.append(self.backend(self._communicator_of(GroupKey(GRADIENTS, 0, 0))).allreduce([total]))
             self._wait(works, self._uses_nccl)
         except RuntimeError as problem:
             works.clear()
@@ -238,17 +247,19 @@ class ProcessGroup:
         """Everything at the same time, over Gloo; over when all has arrived."""
         self._finish(self._start(GLOO, sends, receives, MESSAGES), False)
 
-    def _start(self, lane: Lane, sends: Sequence[Transfer], receives: Sequence[Transfer], tag: int) -> list[Any]:
+    def _start(
+        self, comm: Communicator, sends: Sequence[Transfer], receives: Sequence[Transfer], tag: int
+    ) -> list[Any]:
         works: list[Any] = []
         if not sends and not receives:
             return works
         try:
-            if lane != GLOO:
-                self.backend(lane)._start_coalescing()
-            works += [self.backend(lane).recv([tensor], lane.number_of(source), tag) for source, tensor in receives]
-            works += [self.backend(lane).send([tensor], lane.number_of(target), tag) for target, tensor in sends]
-            if lane != GLOO:
-                works[:] = [self.backend(lane)._end_coalescing()]
+            if comm != GLOO:
+                self.backend(comm)._start_coalescing()
+            works += [self.backend(comm).recv([tensor], comm.number_of(source), tag) for source, tensor in receives]
+            works += [self.backend(comm).send([tensor], comm.number_of(target), tag) for target, tensor in sends]
+            if comm != GLOO:
+                works[:] = [self.backend(comm)._end_coalescing()]
         except RuntimeError as problem:
             works.clear()
             raise self._failed(problem) from problem
@@ -261,13 +272,13 @@ class ProcessGroup:
             works.clear()
             raise self._failed(problem) from problem
 
-    def backend(self, lane: Lane) -> Any:
-        """PyTorch's connections of a lane, made when it is first used."""
+    def backend(self, comm: Communicator) -> Any:
+        """PyTorch's connections of a communicator, made when it is first used."""
         if not self._connections:
             raise PeerFailure("The connections to the other ranks are closed.")
-        if lane not in self._connections:
-            self._connections[lane] = connect_nccl(self._store, self.rank, lane, self.timeout)
-        return self._connections[lane]
+        if comm not in self._connections:
+            self._connections[comm] = connect_nccl(self._store, self.rank, comm, self.timeout)
+        return self._connections[comm]
 
     def _wait(self, works: list[Any], nccl: bool) -> None:
         deadline = time.monotonic() + self.timeout
@@ -287,8 +298,3 @@ class ProcessGroup:
         failure = PeerFailure(first_line(problem))
         failure.timed_out = is_timeout(problem)
         return failure
-
-
-def _tag(key: GroupKey) -> int:
-    """What tells messages between two ranks apart: those of different channels, buckets and shards."""
-    return CHANNELS.index(key.channel) << 20 | key.number

@@ -7,7 +7,7 @@ from lockstep.backends import Tensor
 from lockstep.core.errors import RunError
 from lockstep.replicas.replica import Cut
 from lockstep.runtime.engine import RankResult
-from lockstep.schedules.instructions import ACTIVATION_GRADIENTS, ACTIVATIONS
+from lockstep.schedules.instructions import ACTIVATION_GRADIENTS, ACTIVATIONS, CHANNELS
 
 
 class Cancelled(Exception):
@@ -20,6 +20,11 @@ class GroupKey(NamedTuple):
     channel: str
     number: int
     round: int
+
+    @property
+    def tag(self) -> int:
+        """What tells messages between two ranks apart: those of different channels, buckets and shards."""
+        return CHANNELS.index(self.channel) << 20 | self.number
 
 
 class TransferGroup(NamedTuple):

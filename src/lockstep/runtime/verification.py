@@ -18,7 +18,7 @@ from lockstep.data.batch import Batch
 from lockstep.partition.balance import Balance
 from lockstep.partition.batch import split_into_shards
 from lockstep.replicas.replica import AllGatherTensors, BatchSummary, Leaf, Replica, Shard
-from lockstep.runtime.engine import Engine
+from lockstep.runtime.engine import Engine, has_all_ranks
 from lockstep.runtime.out_of_memory import is_out_of_memory
 from lockstep.runtime.step import EagerSteps, StepOptions, Steps, train_step
 
@@ -74,7 +74,7 @@ class VerifiedSteps:
             self._first = step
         if step - self._first in ((0,) if self._is_captured else FIRST):
             began = time.perf_counter()
-            self._rehearse(step, batch)
+            self._verify_two_shards(step, batch)
             self._seconds_before_capture += time.perf_counter() - began if self._is_captured else 0.0
         if step % self._every or self._is_captured:
             return self._steps.run(step, batch)
@@ -83,10 +83,9 @@ class VerifiedSteps:
     @property
     def _is_captured(self) -> bool:
         """Whether steps are replayed, which runs no Python. All ranks must say the same, also where one cannot."""
-        knows_all = len(self._engine.local_ranks) == self._engine.num_ranks
-        return not isinstance(self._steps, EagerSteps) and not (knows_all and self.why_eager)
+        return not isinstance(self._steps, EagerSteps) and not (has_all_ranks(self._engine) and self.why_eager)
 
-    def _rehearse(self, step: int, batch: Batch) -> None:
+    def _verify_two_shards(self, step: int, batch: Batch) -> None:
         """Two shards are computed on every rank, in different orders and one of them twice; then comes the step."""
         shards = split_into_shards(batch.num_samples, self._options.num_shards)
         self._check_samples(batch, shards, 0)

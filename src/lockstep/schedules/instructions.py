@@ -23,7 +23,7 @@ PARAMETERS = "parameters"
 CHANNELS = (GRADIENTS, ACTIVATIONS, ACTIVATION_GRADIENTS, PARAMETERS)
 
 
-def lane_of(channel: str, round_: int) -> str:
+def communicator_of(channel: str, round_: int) -> str:
     """What a group's transfers queue up in: its channel, or that of its cut."""
     return f"{channel} {round_}" if channel in (ACTIVATIONS, ACTIVATION_GRADIENTS) else channel
 

@@ -1,9 +1,9 @@
 """Executes a schedule on symbols instead of vectors: is the sum the tree's on every rank, and can anybody deadlock?
 
 Every wait here is the strictest that a transport may have: a send is complete only when its receiver has started the
-same group, and groups of a rank in one lane (a channel, or that of one cut) are complete in the order in which it
-started them. What an instruction waits for never becomes untrue again, and nothing is competed for. So if one order of
-progress reaches the end, every order does, and transports that wait for less do too.
+same group, and groups of a rank in one communicator (that of a channel, or of one cut) are complete in the order in
+which it started them. What an instruction waits for never becomes untrue again, and nothing is competed for. So if one
+order of progress reaches the end, every order does, and transports that wait for less do too.
 
 Where layers are split, forward and backward passes are collectives of the ranks that share them: all must be at the
 same one. What these exchange within it is proved in `tests/parallel/test_tensor.py`.
@@ -34,7 +34,7 @@ from lockstep.schedules.instructions import (
     Value,
     Wait,
     WaitForBackward,
-    lane_of,
+    communicator_of,
 )
 from lockstep.schedules.reduction_tree import Node, sum_of, sum_with_brackets
 
@@ -102,8 +102,8 @@ def peers_of(group: Communicate) -> set[int]:
     return {send.to for send in group.sends} | {receive.source for receive in group.receives}
 
 
-class JoinLanes(NamedTuple):
-    """Between the two lanes of a rank whose exchange overlaps: the end of the exchange, and the wait for it."""
+class JoinStreams(NamedTuple):
+    """Between the two streams of a rank whose exchange overlaps: the end of the exchange, and the wait for it."""
 
     waits: bool
 
@@ -117,7 +117,7 @@ class Held(NamedTuple):
 
 
 class SymbolicRun:
-    """A step under way: every rank has one lane, or two where the exchange overlaps."""
+    """A step under way: every rank has one stream, or two where the exchange overlaps."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule, ranks = schedule, range(len(schedule.programs))
@@ -129,7 +129,7 @@ class SymbolicRun:
         self._held: list[dict[Node, list[Held]]] = [{} for _ in ranks]
         self._activations: list[set[Activation | ActivationGradient]] = [set() for _ in ranks]
         self._in_flight: list[set[tuple[int, int]]] = [set() for _ in ranks]  # shards and stages
-        self._groups: dict[tuple[int, str], list[Communicate]] = {}  # of a rank and a lane, in their order
+        self._groups: dict[tuple[int, str], list[Communicate]] = {}  # of a rank and a communicator, in their order
         self._at: list[dict[tuple[str, Group], int]] = [{} for _ in ranks]  # where in that order a group is
         self._num_complete: Counter[tuple[int, str]] = Counter()  # of these groups, from the first on
         self._sent: list[set[tuple[str, Group, Value, int]]] = [set() for _ in ranks]
@@ -143,45 +143,45 @@ class SymbolicRun:
 
     def order(self) -> Iterator[tuple[int, Instruction]]:
         """Executes instructions until all are done, and gives each with its rank."""
-        lanes = [(rank, lane) for rank in range(len(self.totals)) for lane in self._lanes(rank)]
-        position = [0] * len(lanes)
+        streams = [(rank, stream) for rank in range(len(self.totals)) for stream in self._streams(rank)]
+        position = [0] * len(streams)
         moved = True
         while moved:
             moved = False
-            for number, (rank, lane) in enumerate(lanes):
-                while position[number] < len(lane) and self._can_continue(rank, lane[position[number]]):
-                    instruction = lane[position[number]]
-                    if isinstance(instruction, JoinLanes):
+            for number, (rank, stream) in enumerate(streams):
+                while position[number] < len(stream) and self._can_continue(rank, stream[position[number]]):
+                    instruction = stream[position[number]]
+                    if isinstance(instruction, JoinStreams):
                         self._has_exchanged.add(rank)
                     else:
                         self._execute(rank, instruction)
                         yield rank, instruction
                     position[number] += 1
                     moved = True
-        stuck = [(rank, lane[at]) for (rank, lane), at in zip(lanes, position, strict=True) if at < len(lane)]
+        stuck = [(rank, stream[at]) for (rank, stream), at in zip(streams, position, strict=True) if at < len(stream)]
         if stuck:
             raise ScheduleError(f"deadlock: {'; '.join(f'rank {rank} waits at {at}' for rank, at in stuck)}")
 
-    def _lanes(self, rank: int) -> list[list[Any]]:
+    def _streams(self, rank: int) -> list[list[Any]]:
         compute, exchange, update, _ = self._schedule.programs[rank]
         if not self._schedule.overlaps:
             return [[*compute, *exchange, *update]]
-        return [[*compute, JoinLanes(waits=True), *update], [*exchange, JoinLanes(waits=False)]]
+        return [[*compute, JoinStreams(waits=True), *update], [*exchange, JoinStreams(waits=False)]]
 
     def _can_continue(self, rank: int, instruction: Any) -> bool:
         match instruction:
             case WaitForBackward(leaf):
                 return leaf.node in self._held[rank]
             case Wait(number, round_, channel):
-                lane = lane_of(channel, round_)
-                return self._at[rank][lane, (number, round_)] < self._num_complete[rank, lane]
+                communicator = communicator_of(channel, round_)
+                return self._at[rank][communicator, (number, round_)] < self._num_complete[rank, communicator]
             case AllGather() | GatherNorms() | AllReduce():
                 which = instruction.total if isinstance(instruction, AllReduce) else type(instruction)
                 return self._all_are_at(which, rank, range(len(self.totals)))
             case ForwardBackward() | Forward() | Backward() | Measure():
                 group = self._schedule.layer_group(rank)
                 return self._all_are_at((group, type(instruction), instruction), rank, group)
-            case JoinLanes(waits):
+            case JoinStreams(waits):
                 return not waits or rank in self._has_exchanged
         return True
 
@@ -219,8 +219,8 @@ class SymbolicRun:
                     self._sent[rank].add((channel, (number, round_), value, target))
                 self._start(rank, instruction)
             case Wait(number, round_, channel):
-                lane = lane_of(channel, round_)
-                group = self._groups[rank, lane][self._at[rank][lane, (number, round_)]]
+                communicator = communicator_of(channel, round_)
+                group = self._groups[rank, communicator][self._at[rank][communicator, (number, round_)]]
                 for value, source in group.receives:
                     if (channel, (number, round_), value, rank) not in self._sent[source]:
                         raise ScheduleError(f"rank {rank} waits for {value}, which rank {source} does not send")
@@ -236,20 +236,22 @@ class SymbolicRun:
 
     def _start(self, rank: int, group: Communicate) -> None:
         """Starts a group. It is complete when its peers have started it, and what each of them started before is."""
-        lane = lane_of(group.channel, group.round)
-        started = self._groups.setdefault((rank, lane), [])
-        self._at[rank][lane, (group.number, group.round)] = len(started)
+        communicator = communicator_of(group.channel, group.round)
+        started = self._groups.setdefault((rank, communicator), [])
+        self._at[rank][communicator, (group.number, group.round)] = len(started)
         started.append(group)
         ranks = [rank]
         while ranks:
             rank = ranks.pop()
-            started = self._groups.get((rank, lane), [])
-            while self._num_complete[rank, lane] < len(started):
-                group = started[self._num_complete[rank, lane]]
-                key, peers = (lane, (group.number, group.round)), peers_of(group)
-                if not all(self._at[peer].get(key, INFINITY) <= self._num_complete[peer, lane] for peer in peers):
+            started = self._groups.get((rank, communicator), [])
+            while self._num_complete[rank, communicator] < len(started):
+                group = started[self._num_complete[rank, communicator]]
+                key, peers = (communicator, (group.number, group.round)), peers_of(group)
+                if not all(
+                    self._at[peer].get(key, INFINITY) <= self._num_complete[peer, communicator] for peer in peers
+                ):
                     break
-                self._num_complete[rank, lane] += 1
+                self._num_complete[rank, communicator] += 1
                 ranks += peers
 
     def _receive(self, rank: int, value: Value, source: int) -> None:

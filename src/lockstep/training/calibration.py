@@ -21,6 +21,7 @@ from lockstep.partition.balance import Balance
 from lockstep.partition.batch import split_into_shards
 from lockstep.replicas.replica import BatchSummary, Replica, Shard
 from lockstep.runtime.cuda_graph import CapturedSteps
+from lockstep.runtime.engine import has_all_ranks
 from lockstep.runtime.step import StepOptions, train_step
 from lockstep.training.setup import model_split, step_options
 from lockstep.training.state import TrainingState
@@ -125,7 +126,7 @@ class Calibration:
         """Whether a model that was trained with shards of one size takes one of another: it need not."""
         engine, batch = self._engine, self._first(size)
         if self._options.model_split is not None:
-            return len(engine.local_ranks) == engine.num_ranks and self._is_computed(batch)
+            return has_all_ranks(engine) and self._is_computed(batch)
 
         def work(rank: int, device: Device, replica: Replica) -> bool:
             try:

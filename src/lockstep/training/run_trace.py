@@ -21,6 +21,7 @@ from lockstep.data.batch import Batch
 from lockstep.parallel.combined import combined
 from lockstep.parallel.data import DataParallel, data_parallel
 from lockstep.report.events import Traced
+from lockstep.runtime.engine import has_all_ranks
 from lockstep.runtime.step import Steps
 from lockstep.schedules.exchanges import KEEPS_THE_TREE
 from lockstep.schedules.instructions import Schedule
@@ -85,7 +86,7 @@ class RunTrace:
                 try:
                     references = Calibration(self._config, state, self._batch).references(self._memory_before)
                 except RunError:  # the training is over, and well
-                    if len(self._engine.local_ranks) < self._engine.num_ranks:  # the others wait for this rank
+                    if not has_all_ranks(self._engine):  # the others wait for this rank
                         raise
             yield self._traced(self._engine.all_gather(own), state, references)
 

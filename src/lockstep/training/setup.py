@@ -19,7 +19,7 @@ from lockstep.partition.balance import Balance
 from lockstep.partition.buckets import BUCKET_MB
 from lockstep.partition.grid import num_devices_of
 from lockstep.runtime.cuda_graph import captured_or_eager_steps
-from lockstep.runtime.engine import Engine
+from lockstep.runtime.engine import Engine, has_all_ranks
 from lockstep.runtime.inprocess import InProcess
 from lockstep.runtime.step import EagerSteps, StepOptions, Steps
 from lockstep.runtime.verification import VerifiedSteps
@@ -177,7 +177,7 @@ def bucket_mb(config: RunConfig, engine: Engine) -> float:
     """The size of buckets: the user's, or what is faster for these devices."""
     if config.bucket_mb is not None:
         return config.bucket_mb
-    shares_cores = len(engine.local_ranks) == engine.num_ranks and engine.devices[0].kind == "cpu"
+    shares_cores = has_all_ranks(engine) and engine.devices[0].kind == "cpu"
     return 0.0 if shares_cores else BUCKET_MB
 
 

@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Callable
 
-from lockstep.runtime.engine import Engine
+from lockstep.runtime.engine import Engine, has_all_ranks
 
 SECONDS = 0.25  # between two times that rank 0 tells them, about
 
@@ -14,7 +14,7 @@ class StopAgreement:
 
     def __init__(self, engine: Engine, is_asked_to_stop: Callable[[], bool]) -> None:
         self._engine, self._is_asked = engine, is_asked_to_stop
-        self._is_alone = len(engine.local_ranks) == engine.num_ranks
+        self._is_alone = has_all_ranks(engine)
         self._calls_left, self._num_calls, self._told_at = 0, 1, time.monotonic()
 
     def stops(self) -> bool:

@@ -18,6 +18,7 @@ from lockstep.core.this_thread import THIS_THREAD
 from lockstep.data.given_batch import GivenBatches
 from lockstep.optim.lr_schedule import LRSchedule
 from lockstep.replicas.trainer_replica import TrainerReplica
+from lockstep.runtime.engine import has_all_ranks
 from lockstep.runtime.step import EagerSteps
 from lockstep.runtime.verification import Unverified
 from lockstep.training.callbacks import batches_in
@@ -272,7 +273,7 @@ class Trainer:
             try:
                 yield
             except BaseException as problem:
-                if len(engine.local_ranks) == engine.num_ranks:
+                if has_all_ranks(engine):
                     raise
                 self._why_closed = f", because {call} failed on this rank"  # others wait, or will be in another call
                 self.close()

@@ -64,7 +64,7 @@ class WorkerClient:
 
     def connect(self, generation: Generation) -> ProcessGroup:
         """Connections to the others of the generation."""
-        self._meet(generation, "arrived", "", time.monotonic())
+        self._rendezvous(generation, "arrived", "", time.monotonic())
         for attempt in range(MAX_ATTEMPTS):
             began, failed = time.monotonic(), ""
             with ExitStack() as undo:
@@ -73,7 +73,7 @@ class WorkerClient:
                     undo.callback(group.close)
                 except PeerFailure as failure:
                     failed = str(failure)
-                said = self._meet(generation, f"connected-{attempt}", failed, began)  # all, or all once more
+                said = self._rendezvous(generation, f"connected-{attempt}", failed, began)  # all, or all once more
                 if not any(said):
                     undo.pop_all()
                     return group
@@ -97,7 +97,7 @@ class WorkerClient:
         # the thread waits for those who die on the way; we need not
         return run_watched(f"lockstep-connect-{number}", connect, lambda: self._check_that_all_live(number))
 
-    def _meet(self, generation: Generation, place: str, said: str, began: float) -> list[str]:
+    def _rendezvous(self, generation: Generation, place: str, said: str, began: float) -> list[str]:
         """Waits for all workers of the generation, who are on their way since `began`; what each has said, by rank."""
         keys = [f"{place}/{generation.number}/{worker}" for worker in generation.workers]
         self._store.set(f"{place}/{generation.number}/{self.worker}", said)

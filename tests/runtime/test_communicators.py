@@ -1,4 +1,4 @@
-"""Lanes of NCCL's, with Gloo in its place: it connects to all ranks of a lane too, and waits for those that do not."""
+"""NCCL's communicators, with Gloo in their place: it waits for all of their ranks, too."""
 
 import pytest
 import torch.distributed as dist
@@ -7,7 +7,7 @@ import lockstep
 from lockstep.parallel.combined import ModelSplit, StageShape, combined
 from lockstep.partition.grid import Grid
 from lockstep.runtime import process_group
-from lockstep.runtime.lanes import Lane, lanes_of, name_of
+from lockstep.runtime.communicators import Communicator, communicators_of, name_of
 from lockstep.runtime.store import prefix_store
 from lockstep.schedules.instructions import ACTIVATION_GRADIENTS, ACTIVATIONS, GRADIENTS, PARAMETERS
 from training.split_models import IMAGES, Residual, seeded
@@ -29,12 +29,12 @@ class Coalesced:
 
 
 class LikeNccl:
-    """NCCL's side of a lane: who starts the first group waits for all ranks of the lane to do so."""
+    """NCCL's side of a communicator: who starts the first group waits for all ranks of the communicator to do so."""
 
-    def __init__(self, store, rank, lane, seconds):
-        assert rank in lane.ranks, lane
-        number, size = lane.ranks.index(rank), len(lane.ranks)
-        self._make = lambda: dist.ProcessGroupGloo(prefix_store(name_of(lane), store), number, size)
+    def __init__(self, store, rank, communicator, seconds):
+        assert rank in communicator.ranks, communicator
+        number, size = communicator.ranks.index(rank), len(communicator.ranks)
+        self._make = lambda: dist.ProcessGroupGloo(prefix_store(name_of(communicator), store), number, size)
         self._gloo, self._works = None, None
 
     def _start_coalescing(self):
@@ -82,18 +82,22 @@ def test_nobody_waits_for_a_rank_that_does_not_use_a_lane(like_nccl, k, split, h
     assert weights(k, split=split, **how, **PROCESSES) == weights(1)
 
 
-def test_a_pipeline_has_a_lane_for_each_direction_of_each_cut_and_one_for_those_that_hold_the_same_stage():
+def test_a_pipeline_has_a_communicator_for_each_direction_of_each_cut_and_one_for_those_that_hold_the_same_stage():
     shape = tuple((StageShape(stage, range(8), (range(4), range(4, 8))),) for stage in range(2))
     split = ModelSplit(Grid(data=2, network=2), (0, 1), shape, "1f1b", gathers_norms=False)
-    found = lanes_of(combined(split.step((range(2), range(2, 4)), "sharded", together=False)))
+    found = communicators_of(combined(split.step((range(2), range(2, 4)), "sharded", together=False)))
     assert found == sorted(found)
     assert set(found) == {
-        *(Lane(f"{channel} 0", pair) for channel in (ACTIVATIONS, ACTIVATION_GRADIENTS) for pair in ((0, 1), (2, 3))),
-        *(Lane(channel, same) for channel in (GRADIENTS, PARAMETERS) for same in ((0, 2), (1, 3))),
+        *(
+            Communicator(f"{channel} 0", pair)
+            for channel in (ACTIVATIONS, ACTIVATION_GRADIENTS)
+            for pair in ((0, 1), (2, 3))
+        ),
+        *(Communicator(channel, same) for channel in (GRADIENTS, PARAMETERS) for same in ((0, 2), (1, 3))),
     }
 
 
-def test_ranks_are_numbered_within_their_lane():
-    lane = Lane("gradients", (1, 3, 5))
-    assert [lane.number_of(rank) for rank in (1, 3, 5)] == [0, 1, 2]
-    assert name_of(lane) != name_of(Lane("gradients", (1, 3)))
+def test_ranks_are_numbered_within_their_communicator():
+    communicator = Communicator("gradients", (1, 3, 5))
+    assert [communicator.number_of(rank) for rank in (1, 3, 5)] == [0, 1, 2]
+    assert name_of(communicator) != name_of(Communicator("gradients", (1, 3)))
