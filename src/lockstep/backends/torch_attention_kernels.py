@@ -90,11 +90,8 @@ def attention_backward(gradient: Tensor, saved: Saved, how: Attention) -> tuple[
     _delta[triton.cdiv(length, DELTA_ROWS), num_samples * num_heads](
         _heads(out), _heads(gradient), delta, sizes, DELTA_ROWS, width
     )
-    given, sums, dropout = (
-        (*map(_heads, inputs), _heads(gradient)),
-        (logsumexp, delta),
-        dropout_of(how.dropout, how.seed, logsumexp),
-    )
+    given, sums = (*map(_heads, inputs), _heads(gradient)), (logsumexp, delta)
+    dropout = dropout_of(how.dropout, how.seed, logsumexp)
     tile, options = _tile(KEYS, inputs[0], how.is_causal)
     grid = triton.cdiv(length, tile.columns.value), num_samples * num_heads
     _keys_and_values[grid](given, sums, (_heads(keys), _heads(values)), sizes, dropout, tile, **options)
