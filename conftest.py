@@ -7,5 +7,5 @@ from lockstep.backends import BACKENDS, is_installed
 collect_ignore = ["tests/text_programs"]
 collect_ignore += [f"src/lockstep/backends/{name}.py" for name in BACKENDS if not is_installed(name)]
 if find_spec("triton") is None:  # PyTorch for GPUs brings it
-    kernels = ("attention_kernels", "batch_norm_kernels", "column_sum_kernels", "layer_norm_kernels", "row_kernels")
-    collect_ignore += [f"src/lockstep/backends/torch_{name}.py" for name in kernels]
+    needing = "attention_dropout attention_kernels batch_norm_kernels column_sum_kernels layer_norm_kernels row_kernels"
+    collect_ignore += [f"src/lockstep/backends/torch_{name}.py" for name in needing.split()]
