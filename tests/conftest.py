@@ -26,13 +26,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Tests that start programs, or send signals, are run once more if they fail; the summary names them.
 
     On a busy machine a process can be late by more than any time-out that is worth waiting for. Where something is
-    really wrong, the second time is red, too.
+    really wrong, the second time is red, too. On a GPU they take longest, and come first: `--dist load --maxschedchunk
+    1` then has all workers busy to the end.
     """
     if config.pluginmanager.hasplugin("rerunfailures"):
-        for item in items:
-            module = getattr(item, "module", None)
-            if module is not None and {"subprocess", "signal"} & vars(module).keys():
-                item.add_marker(pytest.mark.flaky(reruns=1))
+        for item in filter(_starts_programs, items):
+            item.add_marker(pytest.mark.flaky(reruns=1))
+    if config.getoption("markexpr") == "cuda":
+        items.sort(key=_starts_programs, reverse=True)
+
+
+def _starts_programs(item: pytest.Item) -> bool:
+    module = getattr(item, "module", None)
+    return module is not None and bool({"subprocess", "signal"} & vars(module).keys())
 
 
 class Answer(NamedTuple):

@@ -458,7 +458,7 @@ BREAKS = [
     ),
     Break(
         "plain answers",
-        "memory that runs out in a rehearsal ends the run without a number of shards that fits",
+        "memory that runs out while two shards are verified ends the run without a number of shards that fits",
         "runtime/verification.py",
         "                if not is_out_of_memory(problem):\n                    raise\n",
         "                raise\n",
