@@ -144,8 +144,10 @@ class Training:
                 raise
             self._times.add(batch.num_samples, time.perf_counter() - step_began)
             compares, saves = (every and number % every == 0 for every in (config.check_every, config.checkpoint_every))
+            while len(in_flight) > max_in_flight:  # counted before a collective can fail: it has happened
+                yield from self._finish_step(*in_flight.popleft(), began)
             is_stopping = stop.stops()
-            while in_flight and (len(in_flight) > max_in_flight or compares or saves or is_stopping):
+            while in_flight and (compares or saves or is_stopping):
                 yield from self._finish_step(*in_flight.popleft(), began)
             yield from self._incidents()
             if compares:
