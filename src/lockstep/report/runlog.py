@@ -183,9 +183,9 @@ def _is_made(folder: Path) -> bool:
     return True
 
 
-def is_empty(folder: Path) -> bool:
-    """Whether nothing is in it, but files that a run that was killed had begun to write."""
-    return all(path.name.startswith(PART) for path in folder.iterdir())
+def is_empty(folder: Path, *others: str) -> bool:
+    """Whether nothing is in it, but `others`, and files that a run that was killed had begun to write."""
+    return all(path.name.startswith(PART) or path.name in others for path in folder.iterdir())
 
 
 def check_folder(folder: Path, is_resumed: bool = False) -> None:
@@ -196,7 +196,7 @@ def check_folder(folder: Path, is_resumed: bool = False) -> None:
         problem = ""
         if is_used and not is_resumed:
             problem = "is not empty: a run is never written over. Resume the run in it (--resume), remove it, or choose"
-        elif is_used and not (folder / "config.json").is_file():
+        elif is_used and not (folder / "config.json").is_file() and not is_empty(folder, "metrics.jsonl"):
             problem = "is not a run: it has no config.json. Choose"
         elif is_used and (links := [name for name in OWN_FILES if (folder / name).is_symlink()]):
             problem = f"has a symbolic link as {links[0]}, which is not followed. Remove the link, or choose"

@@ -1,4 +1,4 @@
-"""A step is counted as soon as the weights are those after it, whatever fails then."""
+"""Failures in rare moments: between an update and its count, and before the first line of a run."""
 
 from lockstep.core.errors import PeerFailure
 from lockstep.training import loop
@@ -31,3 +31,14 @@ def test_a_rank_that_loses_the_others_after_an_update_offers_the_weights_of_that
     monkeypatch.setattr(Training, "events", watched)
     lockstep("train", "--data", few, "--batch-size", 8, "--epochs", 1, "--devices", 1)
     assert seen == [2]
+
+
+def test_a_run_that_failed_before_it_started_can_be_resumed(lockstep, few, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"kind": "stopped", "reason": "no worker is left"}\n')
+    done = lockstep("train", "--data", few, "--batch-size", 8, "--epochs", 1, "--out", folder, "--resume", "--json")
+    assert (done.status, done.json["weights_sha256"][:1] != "") == (0, True)
+    (folder / "config.json").unlink()
+    refused = lockstep("train", "--data", few, "--out", folder, "--resume")
+    assert (refused.status, "is not a run" in refused.err) == (2, True)
