@@ -609,6 +609,18 @@ BREAKS = [
         "tests/training/test_splits.py -k 'every_split and clipped'",
     ),
     Break(
+        "nothing lost",
+        "a step is counted after ranks have agreed on whether to stop, which may fail",
+        "training/loop.py",
+        "            while len(in_flight) > max_in_flight:  # counted before a collective can fail: it has happened\n"
+        "                yield from self._finish_step(*in_flight.popleft(), began)\n"
+        "            is_stopping = stop.stops()\n",
+        "            is_stopping = stop.stops()\n"
+        "            while len(in_flight) > max_in_flight:\n"
+        "                yield from self._finish_step(*in_flight.popleft(), began)\n",
+        "tests/training/test_rare_moments.py",
+    ),
+    Break(
         "same bits",
         "new parameters are handed out before they are updated",
         "parallel/combined.py",

@@ -37,8 +37,9 @@ def test_a_run_that_failed_before_it_started_can_be_resumed(lockstep, few, tmp_p
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "metrics.jsonl").write_text('{"kind": "stopped", "reason": "no worker is left"}\n')
-    done = lockstep("train", "--data", few, "--batch-size", 8, "--epochs", 1, "--out", folder, "--resume", "--json")
-    assert (done.status, done.json["weights_sha256"][:1] != "") == (0, True)
-    (folder / "config.json").unlink()
+    done = lockstep("train", "--data", few, "--batch-size", 8, "--epochs", 1, "--out", folder, "--resume")
+    assert done.status == 0, done.err
+    (folder / "config.json").unlink()  # now there is more in it than such a run leaves
     refused = lockstep("train", "--data", few, "--out", folder, "--resume")
-    assert (refused.status, "is not a run" in refused.err) == (2, True)
+    assert refused.status == 2
+    assert "is not a run" in refused.err
