@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.backends.torch_attention import can_replace, has_memory
+from lockstep.backends.torch_stacked import StackedTensor, joined, num_shards_of, of_shards, parted
 
 TYPES = torch.bfloat16, torch.float16, torch.float32  # of images
 
@@ -42,7 +43,7 @@ def fits(images: Any, weight: Any, bias: Any, mean: Any, var: Any, training: boo
     return (
         training
         and not torch.compiler.is_compiling()
-        and has_memory(images)
+        and (has_memory(images) or isinstance(images, StackedTensor))
         and images.is_cuda
         and images.ndim == 4
         and images.dtype in TYPES
@@ -62,27 +63,32 @@ class _BatchNorm(torch.autograd.Function):
         bias: Tensor,
         running_mean: Tensor | None,
         running_var: Tensor | None,
-        *how: float,
+        momentum: float,
+        eps: float,
     ) -> Tensor:
         from lockstep.backends.torch_batch_norm_kernels import Stats, batch_norm_forward
 
-        out, mean, inverse = batch_norm_forward(images, weight, bias, Stats(running_mean, running_var, *how))
+        own = [each.stack if isinstance(each, StackedTensor) else each for each in (running_mean, running_var)]
+        stride = own[0].stride(0) if own[0] is not None and own[0] is not running_mean else 0
+        num_shards, stats = num_shards_of(images), Stats(own[0], own[1], stride, momentum, eps)
+        out, mean, inverse = batch_norm_forward(joined(images), weight, bias, stats, num_shards)
         for written in (running_mean, running_var):
             if written is not None:
                 torch.autograd.graph.increment_version(written)
         ctx.save_for_backward(images, weight, mean, inverse)
-        ctx.eps = how[1]
-        return out
+        ctx.eps = eps
+        return parted(out, images)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         images, weight, mean, inverse = ctx.saved_tensors
         gradient = gradient.to(images.dtype).contiguous(memory_format=torch.channels_last)
         if torch.is_grad_enabled():  # its gradient is asked for, too: PyTorch knows it
-            how = None, None, mean, inverse, True, ctx.eps, [True, True, True]
+            how = None, None, mean[0], inverse[0], True, ctx.eps, [True, True, True]
             found = torch.ops.aten.native_batch_norm_backward(gradient, images, weight, *how)
         else:
             from lockstep.backends.torch_batch_norm_kernels import batch_norm_backward
 
-            found = batch_norm_backward(gradient, images, weight, mean, inverse)
+            of_images, *of_layer = batch_norm_backward(joined(gradient), joined(images), weight, mean, inverse)
+            found = parted(of_images, images), *(of_shards(each, images) for each in of_layer)
         return (*found, None, None, None, None)

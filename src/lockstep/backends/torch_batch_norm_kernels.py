@@ -1,6 +1,6 @@
 """Batch norm of channels-last images in Triton: two passes over memory forward, and two backward.
 
-The rows are the pixels of all images.
+The rows are the pixels of all images of a shard; several shards can be normalized in one launch.
 """
 
 from typing import Any, NamedTuple
@@ -15,6 +15,8 @@ from lockstep.backends.torch_row_kernels import (
     STAGES,
     channels_of,
     load,
+    of_shard,
+    put_in_table,
     rows_of,
     rows_of_all,
     split_rows,
@@ -24,20 +26,29 @@ from lockstep.backends.torch_row_kernels import (
 
 
 class Stats(NamedTuple):
-    """A layer's running statistics, both None where it has none; how they are updated, and the layer's eps."""
+    """A layer's running statistics, both None where it has none; how they are updated, and the layer's eps.
+
+    `stride` is the distance in memory between those of two shards.
+    """
 
     mean: Any
     var: Any
+    stride: Any
     momentum: Any
     eps: Any
 
 
-def batch_norm_forward(images: Tensor, weight: Tensor, bias: Tensor, stats: Stats) -> tuple[Tensor, Tensor, Tensor]:
-    """The output, and for each channel the mean and 1 / standard deviation; running statistics are updated in place."""
-    sizes, tile, grid = split_rows(images, images.shape[1])
-    means, squares = table_for(images, sizes), table_for(images, sizes)
+def batch_norm_forward(
+    images: Tensor, weight: Tensor, bias: Tensor, stats: Stats, num_shards: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output, and for each shard and channel the mean and 1 / standard deviation.
+
+    Running statistics are updated in place.
+    """
+    sizes, tile, grid = split_rows(images, images.shape[1], num_shards)
+    means, squares = table_for(images, sizes, num_shards), table_for(images, sizes, num_shards)
     _moments[grid](images, (means, squares), sizes, tile, **HOW)
-    out, found = torch.empty_like(images), [torch.empty_like(means[0]) for _ in range(2)]
+    out, found = torch.empty_like(images), [torch.empty_like(means[:, 0]) for _ in range(2)]
     pointers = images, out, weight, bias
     _normalize[grid](pointers, (means, squares), tuple(found), stats, sizes, tile, **HOW)
     return out, found[0], found[1]
@@ -46,11 +57,12 @@ def batch_norm_forward(images: Tensor, weight: Tensor, bias: Tensor, stats: Stat
 def batch_norm_backward(
     gradient: Tensor, images: Tensor, weight: Tensor, mean: Tensor, inverse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of images, weight and bias."""
-    sizes, tile, grid = split_rows(images, images.shape[1])
-    table = table_for(images, sizes), table_for(images, sizes)
+    """The gradients of images, and those of weight and bias for each shard that `mean` and `inverse` are of."""
+    num_shards = len(mean)
+    sizes, tile, grid = split_rows(images, images.shape[1], num_shards)
+    table = table_for(images, sizes, num_shards), table_for(images, sizes, num_shards)
     _sums[grid]((gradient, images), mean, table, sizes, tile, **HOW)
-    d_images, d_weight, d_bias = torch.empty_like(images), torch.empty_like(weight), torch.empty_like(weight)
+    d_images, d_weight, d_bias = (torch.empty_like(like) for like in (images, mean, mean))
     pointers = gradient, images, d_images
     per_channel = weight, mean, inverse, d_weight, d_bias
     _gradients[grid](pointers, per_channel, table, sizes, tile, **HOW)
@@ -61,6 +73,7 @@ def batch_norm_backward(
 def _moments(images, table, sizes, tile):
     """The mean of this program's rows, and the sum of squared differences from it."""
     means, squares = table
+    images = of_shard(images, sizes.num_rows * sizes.num_channels)
     channel, exists = channels_of(sizes, tile)
     first, last = rows_of(sizes)
     # differences from a row, so that nothing is lost where the mean is large
@@ -75,15 +88,16 @@ def _moments(images, table, sizes, tile):
         total += x
         square += x * x
     shift = tl.sum(total, 0) / (last - first)
-    at = tl.program_id(1) * sizes.num_channels + channel
-    tl.store(means + at, origin + shift, mask=exists)
-    tl.store(squares + at, tl.maximum(tl.sum(square, 0) - shift * shift * (last - first), 0.0), mask=exists)
+    put_in_table(means, origin + shift, sizes, tile)
+    put_in_table(squares, tl.maximum(tl.sum(square, 0) - shift * shift * (last - first), 0.0), sizes, tile)
 
 
 @triton.jit
 def _normalize(pointers, table, found, stats, sizes, tile):
     """The output of this program's rows; those of the first rows write what is known about the channels, too."""
     images, out, weight, bias = pointers
+    images = of_shard(images, sizes.num_rows * sizes.num_channels)
+    out = of_shard(out, sizes.num_rows * sizes.num_channels)
     means, squares = table
     channel, exists = channels_of(sizes, tile)
     of_parts, num_rows = table_of(means, sizes, tile), rows_of_all(sizes, tile)[:, None]
@@ -92,14 +106,15 @@ def _normalize(pointers, table, found, stats, sizes, tile):
     square = tl.sum(table_of(squares, sizes, tile) + away * away * num_rows, 0)
     inverse = 1.0 / tl.sqrt_rn(square / sizes.num_rows + stats.eps)
     if tl.program_id(1) == 0:
-        tl.store(found[0] + channel, mean, mask=exists)
-        tl.store(found[1] + channel, inverse, mask=exists)
+        tl.store(of_shard(found[0], sizes.num_channels) + channel, mean, mask=exists)
+        tl.store(of_shard(found[1], sizes.num_channels) + channel, inverse, mask=exists)
         if stats.mean is not None:
             keep = 1.0 - stats.momentum
             unbiased = square / (sizes.num_rows - 1)
-            old_mean, old_var = load(stats.mean, channel, exists), load(stats.var, channel, exists)
-            tl.store(stats.mean + channel, keep * old_mean + stats.momentum * mean, mask=exists)
-            tl.store(stats.var + channel, keep * old_var + stats.momentum * unbiased, mask=exists)
+            running_mean, running_var = of_shard(stats.mean, stats.stride), of_shard(stats.var, stats.stride)
+            old_mean, old_var = load(running_mean, channel, exists), load(running_var, channel, exists)
+            tl.store(running_mean + channel, keep * old_mean + stats.momentum * mean, mask=exists)
+            tl.store(running_var + channel, keep * old_var + stats.momentum * unbiased, mask=exists)
     factor = inverse * load(weight, channel, exists)
     offset = load(bias, channel, exists)
     first, last = rows_of(sizes)
@@ -115,8 +130,10 @@ def _normalize(pointers, table, found, stats, sizes, tile):
 def _sums(pointers, mean, table, sizes, tile):
     """Of this program's rows: the sum of the gradients, and of the gradients times the images less their mean."""
     gradient, images = pointers
+    gradient = of_shard(gradient, sizes.num_rows * sizes.num_channels)
+    images = of_shard(images, sizes.num_rows * sizes.num_channels)
     channel, exists = channels_of(sizes, tile)
-    center = load(mean, channel, exists)
+    center = load(of_shard(mean, sizes.num_channels), channel, exists)
     first, last = rows_of(sizes)
     total = tl.zeros([tile.rows, tile.channels], dtype=tl.float32)
     product = tl.zeros([tile.rows, tile.channels], dtype=tl.float32)
@@ -127,23 +144,26 @@ def _sums(pointers, mean, table, sizes, tile):
         g, x = load(gradient, at, is_there), load(images, at, is_there)
         total += g
         product += g * (x - center[None, :])
-    at = tl.program_id(1) * sizes.num_channels + channel
-    tl.store(table[0] + at, tl.sum(total, 0), mask=exists)
-    tl.store(table[1] + at, tl.sum(product, 0), mask=exists)
+    put_in_table(table[0], tl.sum(total, 0), sizes, tile)
+    put_in_table(table[1], tl.sum(product, 0), sizes, tile)
 
 
 @triton.jit
 def _gradients(pointers, per_channel, table, sizes, tile):
     """The gradients of this program's rows; those of the first rows write the gradients of weight and bias, too."""
     gradient, images, d_images = pointers
+    gradient = of_shard(gradient, sizes.num_rows * sizes.num_channels)
+    images = of_shard(images, sizes.num_rows * sizes.num_channels)
+    d_images = of_shard(d_images, sizes.num_rows * sizes.num_channels)
     weight, mean, inverse, d_weight, d_bias = per_channel
     channel, exists = channels_of(sizes, tile)
-    center, scale = load(mean, channel, exists), load(inverse, channel, exists)
+    center = load(of_shard(mean, sizes.num_channels), channel, exists)
+    scale = load(of_shard(inverse, sizes.num_channels), channel, exists)
     total = tl.sum(table_of(table[0], sizes, tile), 0)
     product = tl.sum(table_of(table[1], sizes, tile), 0)
     if tl.program_id(1) == 0:
-        tl.store(d_weight + channel, product * scale, mask=exists)
-        tl.store(d_bias + channel, total, mask=exists)
+        tl.store(of_shard(d_weight, sizes.num_channels) + channel, product * scale, mask=exists)
+        tl.store(of_shard(d_bias, sizes.num_channels) + channel, total, mask=exists)
     factor = scale * load(weight, channel, exists)
     average, slope = total / sizes.num_rows, product / sizes.num_rows * scale * scale
     first, last = rows_of(sizes)

@@ -30,6 +30,25 @@ class HostCopy:
         return [float(number) for number in self._slot.tolist()]
 
 
+class PeakMemory:
+    """While it is entered, sees how much memory of a GPU is taken at most; 0 on a CPU."""
+
+    num_bytes = 0
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __enter__(self) -> "PeakMemory":
+        if self._device.type == "cuda":
+            self._before = torch.cuda.memory_allocated(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._device.type == "cuda":
+            self.num_bytes = torch.cuda.max_memory_allocated(self._device) - self._before
+
+
 @cache  # one for the process and rank: cuBLAS keeps a workspace for every stream
 def _stream(device: torch.device, rank: int, number: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)

@@ -44,7 +44,7 @@ def _sum(
         return found
     from lockstep.backends.torch_column_sum_kernels import column_sums
 
-    total = column_sums(tensor, tensor.shape[kept])
+    (total,) = column_sums(tensor, tensor.shape[kept])
     return total.view([size if at == kept else 1 for at, size in enumerate(tensor.shape)]) if keepdim else total
 
 

@@ -9,6 +9,8 @@ from lockstep.backends.torch_row_kernels import (
     STAGES,
     channels_of,
     load,
+    of_shard,
+    put_in_table,
     rows_of,
     split_rows,
     table_for,
@@ -16,18 +18,22 @@ from lockstep.backends.torch_row_kernels import (
 )
 
 
-def column_sums(tensor: Tensor, num_columns: int) -> Tensor:
-    """The sum over the rows of a tensor that has so many columns next to each other in memory; added in float32."""
-    sizes, tile, grid = split_rows(tensor, num_columns)
-    table, out = table_for(tensor, sizes), tensor.new_empty(num_columns)
+def column_sums(tensor: Tensor, num_columns: int, num_shards: int = 1) -> Tensor:
+    """For each shard, the sum over its rows of a tensor that has so many columns next to each other in memory.
+
+    Added in float32.
+    """
+    sizes, tile, grid = split_rows(tensor, num_columns, num_shards)
+    table, out = table_for(tensor, sizes, num_shards), tensor.new_empty(num_shards, num_columns)
     _parts[grid](tensor, table, sizes, tile, **HOW)
-    _total[grid[:1]](table, out, sizes, tile, **HOW)
+    _total[(grid[0], 1, num_shards)](table, out, sizes, tile, **HOW)
     return out
 
 
 @triton.jit
 def _parts(data, table, sizes, tile):
     """The sum of this program's rows."""
+    data = of_shard(data, sizes.num_rows * sizes.num_channels)
     channel, exists = channels_of(sizes, tile)
     first, last = rows_of(sizes)
     total = tl.zeros([tile.rows, tile.channels], dtype=tl.float32)
@@ -35,11 +41,12 @@ def _parts(data, table, sizes, tile):
         row = start + tl.arange(0, tile.rows)
         is_there = (row < last)[:, None] & exists[None, :]
         total += load(data, row[:, None].to(tl.int64) * sizes.num_channels + channel[None, :], is_there)
-    tl.store(table + tl.program_id(1) * sizes.num_channels + channel, tl.sum(total, 0), mask=exists)
+    put_in_table(table, tl.sum(total, 0), sizes, tile)
 
 
 @triton.jit
 def _total(table, out, sizes, tile):
     """The sum of all parts."""
     channel, exists = channels_of(sizes, tile)
-    tl.store(out + channel, tl.sum(table_of(table, sizes, tile), 0).to(out.dtype.element_ty), mask=exists)
+    total = tl.sum(table_of(table, sizes, tile), 0).to(out.dtype.element_ty)
+    tl.store(of_shard(out, sizes.num_channels) + channel, total, mask=exists)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.backends.torch_kernels import NUM_THREADS, can_compile_kernels, compile_kernel, launch
+from lockstep.backends.torch_stacked import per_shard
 
 MIN_CLASSES = 512  # for fewer, PyTorch's kernels are as fast
 
@@ -104,6 +105,7 @@ def can_fuse(scores: Tensor, labels: Tensor) -> bool:
     )
 
 
+@per_shard
 def fused_cross_entropy(scores: Tensor, labels: Tensor, ignored: int) -> Tensor:
     """The cross-entropy of each row, in float32; 0 where the label is `ignored`."""
     losses: Tensor = _CrossEntropy.apply(scores, labels.contiguous(), ignored)

@@ -45,7 +45,7 @@ def layer_norm_backward(
     pointers, sizes = (gradient, inputs, found), Sizes(num_rows, width, rows_of_program)
     tile = Tile(*map(tl.constexpr, (rows, tile_width)))
     _gradients[num_programs,](pointers, (mean, inverse), weight, table, sizes, tile, **HOW)
-    d_weight, d_bias = column_sums(table, 2 * width).split(width)
+    d_weight, d_bias = column_sums(table, 2 * width)[0].split(width)
     return found, d_weight, d_bias
 
 

@@ -2,7 +2,7 @@
 
 A program goes through some rows of a few channels. What it adds up is one row of a table; whoever needs the sum over
 all rows goes through that table from top to bottom. So the order of every sum is that of the code, and depends on the
-shape alone.
+shape alone. The rows may be those of several shards: each has a table of its own, and the bits that it has alone.
 """
 
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ TABLE_ROWS = 32, 128  # of a table: programs that share the rows. All that need 
 class Sizes(NamedTuple):
     """What the programs of a launch have in common."""
 
-    num_rows: Any
+    num_rows: Any  # of one shard
     num_channels: Any
     rows_of_program: Any
     num_parts: Any
@@ -36,20 +36,27 @@ class Tile(NamedTuple):
     table_rows: tl.constexpr
 
 
-def split_rows(tensor: Tensor, num_channels: int) -> tuple[Sizes, Tile, tuple[int, int]]:
+def split_rows(tensor: Tensor, num_channels: int, num_shards: int = 1) -> tuple[Sizes, Tile, tuple[int, int, int]]:
     """How programs share the rows of a tensor with so many channels, and the grid of programs."""
-    num_rows, columns = tensor.numel() // num_channels, triton.cdiv(num_channels, CHANNELS)
-    parts = min(triton.cdiv(triton.cdiv(tensor.nbytes, BYTES), columns), triton.cdiv(num_rows, ROWS), TABLE_ROWS[-1])
+    num_rows, columns = tensor.numel() // num_channels // num_shards, triton.cdiv(num_channels, CHANNELS)
+    num_bytes = tensor.nbytes // num_shards
+    parts = min(triton.cdiv(triton.cdiv(num_bytes, BYTES), columns), triton.cdiv(num_rows, ROWS), TABLE_ROWS[-1])
     rows_of_program = triton.cdiv(triton.cdiv(num_rows, parts), ROWS) * ROWS
     parts = triton.cdiv(num_rows, rows_of_program)
     table_rows = next(size for size in TABLE_ROWS if size >= parts)
     tile = Tile(*map(tl.constexpr, (ROWS, CHANNELS, table_rows)))
-    return Sizes(num_rows, num_channels, rows_of_program, parts), tile, (columns, parts)
+    return Sizes(num_rows, num_channels, rows_of_program, parts), tile, (columns, parts, num_shards)
 
 
-def table_for(tensor: Tensor, sizes: Sizes) -> Tensor:
-    """A row for each program that shares the rows."""
-    return tensor.new_empty(sizes.num_parts, sizes.num_channels, dtype=torch.float32)
+def table_for(tensor: Tensor, sizes: Sizes, num_shards: int = 1) -> Tensor:
+    """A row for each program that shares the rows of a shard."""
+    return tensor.new_empty(num_shards, sizes.num_parts, sizes.num_channels, dtype=torch.float32)
+
+
+@triton.jit
+def of_shard(data, size):
+    """What belongs to this program's shard, where each has `size` numbers."""
+    return data + tl.program_id(2).to(tl.int64) * size
 
 
 @triton.jit
@@ -73,11 +80,20 @@ def load(data, at, is_there):
 
 
 @triton.jit
+def put_in_table(table, values, sizes, tile):
+    """Writes this program's row."""
+    channel, exists = channels_of(sizes, tile)
+    at = tl.program_id(1) * sizes.num_channels + channel
+    tl.store(of_shard(table, sizes.num_parts * sizes.num_channels) + at, values, mask=exists)
+
+
+@triton.jit
 def table_of(data, sizes, tile):
     """What all programs have found about this program's channels; zeros behind the last of them."""
     channel, exists = channels_of(sizes, tile)
     part = tl.arange(0, tile.table_rows)
     is_there = (part < sizes.num_parts)[:, None] & exists[None, :]
+    data = of_shard(data, sizes.num_parts * sizes.num_channels)
     return load(data, part[:, None] * sizes.num_channels + channel[None, :], is_there)
 
 

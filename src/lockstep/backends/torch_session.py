@@ -16,6 +16,7 @@ from lockstep.backends.process_settings import one_at_a_time
 from lockstep.backends.torch_attention import deterministic_attention
 from lockstep.backends.torch_batch_norm import fast_batch_norm
 from lockstep.backends.torch_column_sum import fast_column_sums
+from lockstep.backends.torch_convolution import fast_convolutions
 from lockstep.backends.torch_large_vectors import large_vectors_kept
 from lockstep.backends.torch_layer_norm import fast_layer_norm
 from lockstep.core.child_process import fork
@@ -76,6 +77,7 @@ def deterministic_session(devices: list[Device]) -> Iterator[None]:
             enable(is_deterministic)
         if any(device.kind == "cuda" for device in devices):
             undo.enter_context(deterministic_attention())
+            undo.enter_context(fast_convolutions())
             undo.enter_context(fast_batch_norm())
             undo.enter_context(fast_layer_norm())
             undo.enter_context(fast_column_sums())

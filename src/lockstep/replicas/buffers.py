@@ -20,11 +20,15 @@ BufferUpdates = dict[str, Tensor]  # the buffers that a shard changed, by name; 
 
 
 class Buffers:
-    """The buffers of one replica's module. With `sync_batch_norm`, its statistics are those of the whole batch."""
+    """The buffers of one replica's module. With `sync_batch_norm`, its statistics are those of the whole batch.
 
-    def __init__(self, module: nn.Module, sync_batch_norm: bool) -> None:
+    With `num_together`, so many shards are in the module at once.
+    """
+
+    def __init__(self, module: nn.Module, sync_batch_norm: bool, num_together: int = 0) -> None:
         self._is_sync = sync_batch_norm
-        self.stats = RunningStats([layer for layer in module.modules() if has_running_stats(layer)], sync_batch_norm)
+        norms = [layer for layer in module.modules() if has_running_stats(layer)]
+        self.stats = RunningStats(norms, sync_batch_norm, num_together)
         found = [
             (f"{prefix}.{short}" if prefix else short, owner, short)
             for prefix, owner in module.named_modules()

@@ -12,6 +12,7 @@ from lockstep.backends import OnReady, Pieces
 from lockstep.backends.torch_gradient_pieces import GradientPieces, Piece, parts_of
 from lockstep.backends.torch_gradient_vector import GradientVector
 from lockstep.backends.torch_kernels import can_compile_kernels
+from lockstep.backends.torch_stacked import StackedTensor
 from lockstep.core.errors import CaptureError, RunError
 from lockstep.core.layout import Layout
 from lockstep.replicas.keyed_random import KeyedRandom, NoDraws
@@ -83,6 +84,16 @@ class Gradients:
             )
         self._check_dense(gradients)
         return gradients, vector.complete()
+
+    def captured_together(
+        self, loss: StackedTensor, edges: Sequence[GradientEdge]
+    ) -> list[tuple[list[Tensor | None], Tensor | Pieces]]:
+        """The same for each of several shards, whose losses are stacked."""
+        edge, one = get_gradient_edge(loss), torch.ones_like(loss)
+        with NoDraws():
+            found = torch.autograd.grad([edge], edges, [one], allow_unused=True)
+        own = [each.stack.unbind() if isinstance(each, StackedTensor) else [each] * len(loss.stack) for each in found]
+        return [(list(gradients), self._pieces(gradients)) for gradients in zip(*own, strict=True)]
 
     def captured(self, loss: Tensor, edges: Sequence[GradientEdge]) -> tuple[list[Tensor | None], Tensor | Pieces]:
         """The same in a CUDA graph capture, for the parameters of these edges; in pieces, where these can be added."""

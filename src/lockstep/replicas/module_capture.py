@@ -1,19 +1,26 @@
-"""A module's side of CUDA graph capture: each shard has a clone of the module, with its own buffers and generator."""
+"""A module's side of CUDA graph capture: each shard has a clone of the module, with its own buffers and generator.
+
+Where kernels can compute several shards in one launch, these shards have one clone together.
+"""
 
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from lockstep.backends import flat
+from lockstep.backends import Pieces, flat
 from lockstep.backends.torch import is_capturing, plain_errors
+from lockstep.backends.torch_capture import PeakMemory
 from lockstep.core.errors import CaptureError
 from lockstep.core.random import shard_seed
 from lockstep.core.tracing import SpanName, span
 from lockstep.models.losses import LossSum
+from lockstep.replicas.buffers import BufferUpdates
 from lockstep.replicas.half_weights import CastCounter, HalfWeights
 from lockstep.replicas.module import ModuleReplica
 from lockstep.replicas.replica import AllGatherTensors, Capturable, Leaf, Shard
 from lockstep.replicas.shard_module import ShardModule
+from lockstep.replicas.shards_together import Samples, number_together, stacked_samples
 
 
 class CapturableModuleReplica(ModuleReplica, Capturable):
@@ -29,11 +36,13 @@ class CapturableModuleReplica(ModuleReplica, Capturable):
     def begin_capture(self, step: int) -> None:
         if not self._is_captured:
             self._clones: dict[int, ShardModule] = {}  # by the number of the shard
+            self._groups: dict[tuple[int, ...], ShardModule] = {}  # by the numbers of shards that go together
+            self._num_together: dict[int, int] = {}  # by the samples of a shard
             self._halves: HalfWeights | None = None  # not known yet
         elif self._halves is not None:
             self._halves.refresh()
         if is_capturing(self._device):  # nothing is computed now
-            for computed in (self._own, *self._clones.values()):
+            for computed in (self._own, *self._clones.values(), *self._groups.values()):
                 computed.buffers.stop_comparing()
         else:
             self.undo_step()
@@ -47,7 +56,7 @@ class CapturableModuleReplica(ModuleReplica, Capturable):
 
     def discard_capture(self) -> None:
         self.undo_step()
-        self._clones = {}
+        self._clones, self._groups = {}, {}
         self._is_captured, self._is_unfinished, self._step = False, False, 0
 
     def update_settings(self) -> Any:
@@ -60,7 +69,52 @@ class CapturableModuleReplica(ModuleReplica, Capturable):
     def forward_backward(self, shards: list[Shard], all_gather: AllGatherTensors) -> list[Leaf]:
         if not self._is_captured:
             return super().forward_backward(shards, all_gather)
+        if len(shards) > 1:
+            return self._leaves_together(shards, stacked_samples(shards))
         return [self._captured_leaf(shard) for shard in shards]
+
+    def num_together(self, shards: list[Shard]) -> int:
+        size = shards[0].num_samples
+        if not self._spec.channels_last or self._spec.compiles or len(shards) < 2:
+            return 1  # only images have kernels for several shards
+        if size not in self._num_together:
+            self._num_together[size] = self._tried_together(shards[:2])
+        return self._num_together[size]
+
+    def _tried_together(self, shards: list[Shard]) -> int:
+        """As many as memory allows, if these shards have the same bits together as one by one."""
+        with PeakMemory(self._device) as peak:
+            alone = [self._captured_leaf(shard) for shard in shards]
+        if any(self._clones[shard.number].random.has_drawn for shard in shards):
+            return 1
+        try:
+            samples = stacked_samples(shards)
+            together = self._leaves_together(shards, samples)
+        except Exception:  # a model may do anything with its tensors: then it is computed shard by shard
+            return 1
+        return number_together(alone, together, samples.launches, peak.num_bytes)
+
+    def _leaves_together(self, shards: list[Shard], samples: Samples) -> list[Leaf]:
+        """The leaves of shards of one size, from a clone that computes all of them at once."""
+        if self._halves is None:
+            self._halves = self._half_weights(shards[0])
+        numbers = tuple(shard.number for shard in shards)
+        if numbers not in self._groups:
+            self._groups[numbers] = self._own.clone(self._halves.by_name, len(shards))
+        clone = self._groups[numbers]
+        with plain_errors(self._device.type):
+            clone.buffers.start_shard()
+            with span(SpanName.FORWARD):
+                loss = self._losses.loss_of(clone.module, shards[0]._replace(X=samples.X, y=samples.y))
+            updates = clone.buffers.updates()
+            with span(SpanName.BACKWARD):
+                found = self._gradients.captured_together(loss.total, clone.edges)
+        leaves = []
+        for number, (gradients, vector) in enumerate(found):
+            of_shard = LossSum(loss.total.stack[number], loss.weight)
+            buffers = {name: update[number] for name, update in updates.items()}
+            leaves.append(self._checked_leaf(of_shard, gradients, vector, clone, buffers))
+        return leaves
 
     def _captured_leaf(self, shard: Shard) -> Leaf:
         if self._halves is None:
@@ -96,6 +150,17 @@ class CapturableModuleReplica(ModuleReplica, Capturable):
             updates = clone.buffers.updates()
             with span(SpanName.BACKWARD):
                 gradients, vector = self._gradients.captured(loss.total, clone.edges)
+        return self._checked_leaf(loss, gradients, vector, clone, updates)
+
+    def _checked_leaf(
+        self,
+        loss: LossSum,
+        gradients: list[Tensor | None],
+        vector: Tensor | Pieces,
+        clone: ShardModule,
+        updates: BufferUpdates,
+    ) -> Leaf:
+        """What can be captured of a shard."""
         if loss.weight is not None:
             raise CaptureError("the loss has weights of its own")
         leaf = self._leaf(loss, gradients, vector, clone, updates)

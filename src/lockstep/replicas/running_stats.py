@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.backends.torch_stacked import CannotStack, StackedTensor
 from lockstep.core.layout import Layout
 
 NORM = nn.modules.batchnorm._NormBase  # batch norm and instance norm, of any number of dimensions
@@ -25,10 +26,11 @@ def has_running_stats(layer: nn.Module) -> bool:
 class RunningStats:
     """The running statistics of `norms`, which become views of one vector.
 
-    With `sync_batch_norm` they are those of the whole batch: every shard computes their final values.
+    With `sync_batch_norm` they are those of the whole batch: every shard computes their final values. With
+    `num_together`, so many shards are in the module at once: the vector has a row for each.
     """
 
-    def __init__(self, norms: list[Any], sync_batch_norm: bool) -> None:
+    def __init__(self, norms: list[Any], sync_batch_norm: bool, num_together: int = 0) -> None:
         self.norms, self._is_sync = norms, sync_batch_norm
         if not norms:
             return
@@ -38,6 +40,9 @@ class RunningStats:
         self._values = torch.zeros(layout.size, dtype=torch.float32, device=buffers[0].device)
         self._counts = torch.stack([norm.num_batches_tracked for norm in norms])
         self._layer = torch.zeros_like(self._values, dtype=torch.int64)  # of each entry
+        if num_together:
+            self._use_rows(found, layout, num_together)
+            return
         pieces = zip(self._values.split(layout.pieces)[::2], self._layer.split(layout.pieces)[::2], strict=True)
         for number, ((norm, name), buffer, (view, layer)) in enumerate(zip(found, buffers, pieces, strict=True)):
             view.copy_(buffer)
@@ -52,6 +57,17 @@ class RunningStats:
         # the values before the step: always in the same memory, as a captured CUDA graph reads it
         self._start, self._start_counts = self._values.double(), self._counts.double()
         self._zeroed = self._values.clone()
+
+    def _use_rows(self, found: list[tuple[Any, str]], layout: Layout, num_together: int) -> None:
+        """Makes the statistics those of several shards at once."""
+        self._values, self._counts = (each.repeat(num_together, 1) for each in (self._values, self._counts))
+        views = self._values.split(layout.pieces, dim=1)[::2]
+        for (norm, name), view in zip(found, views, strict=True):
+            norm._buffers[name] = StackedTensor(view.view(num_together, *norm._buffers[name].shape))
+        for number, norm in enumerate(self.norms):
+            if not isinstance(norm, BATCH_NORM):
+                raise CannotStack("instance norm")
+            norm._buffers["num_batches_tracked"] = StackedTensor(self._counts[:, number])
 
     def _count(self, number: int, norm: nn.Module, inputs: Any) -> None:
         self._counts[number].add_(int(norm.training))
@@ -97,8 +113,11 @@ class RunningStats:
         return [self._values, self._counts] if self.norms else []
 
     def update(self) -> Tensor:
-        """The statistics of the shard that was just computed, and how often each layer was called: one vector."""
-        return torch.cat([self._values.double(), self._counts.double() - self._start_counts])
+        """The statistics of the shard that was just computed, and how often each layer was called: one vector.
+
+        For several shards, a row for each.
+        """
+        return torch.cat([self._values.double(), self._counts.double() - self._start_counts], dim=-1)
 
     def merge(self, updates: list[Tensor]) -> None:
         """Sets the statistics after the step, from the updates of all shards in shard order."""

@@ -17,12 +17,17 @@ class ShardModule:
     """A module, its buffers, its random numbers, and the gradient edges of its parameters `names`."""
 
     def __init__(
-        self, module: nn.Module, names: list[str], device: torch.device, sync_batch_norm: bool = False
+        self,
+        module: nn.Module,
+        names: list[str],
+        device: torch.device,
+        sync_batch_norm: bool = False,
+        num_together: int = 0,
     ) -> None:
         self.module, self._names, self._device = module, names, device
         named = dict(module.named_parameters())
         self.edges: list[Any] = [get_gradient_edge(named[name]) for name in names]
-        self.buffers = Buffers(module, sync_batch_norm)
+        self.buffers = Buffers(module, sync_batch_norm, num_together)
         self.random = KeyedRandom(device)
         self._attributes = [
             (f"{prefix}.{name}" if prefix else name, owner, name, value, getattr(value, "_version", 0))
@@ -31,16 +36,18 @@ class ShardModule:
             if not name.startswith("_") and name != "training" and isinstance(value, (int, float, Tensor))
         ]
 
-    def clone(self, copies: Mapping[str, Tensor] | None = None) -> "ShardModule":
+    def clone(self, copies: Mapping[str, Tensor] | None = None, num_together: int = 0) -> "ShardModule":
         """One with the same parameters and its own gradient edges, on the current stream; its buffers follow these.
 
-        Parameters with an entry in `copies` are that tensor instead.
+        Parameters with an entry in `copies` are that tensor instead. With `num_together`, it is for so many shards at
+        once, whose samples are stacked tensors.
         """
         own = {
             id(param): nn.Parameter((copies or {}).get(name, param.detach()), requires_grad=param.requires_grad)
             for name, param in self.module.named_parameters()
         }
-        clone = ShardModule(copy.deepcopy(self.module, dict(own)), self._names, self._device)
+        module = copy.deepcopy(self.module, dict(own))
+        clone = ShardModule(module, self._names, self._device, num_together=num_together)
         clone.buffers.stats.follow(self.buffers.stats)
         return clone
 

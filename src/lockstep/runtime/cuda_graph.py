@@ -28,6 +28,7 @@ from lockstep.runtime.engine import Engine, Position, Rank, StepInput, has_all_r
 from lockstep.runtime.interpreter import Interpreter
 from lockstep.runtime.out_of_memory import is_out_of_memory
 from lockstep.runtime.rank_capture import RankCapturedSteps
+from lockstep.runtime.shard_groups import shard_groups
 from lockstep.runtime.step import EagerSteps, StepOptions, Steps
 from lockstep.runtime.thread_transport import ThreadGroup
 from lockstep.schedules.exchanges import NATIVE
@@ -168,15 +169,23 @@ class CapturedSteps:
         found = batch.static(0)  # all ranks are on one GPU
         static = Batch(batch.num_samples, found.fetch)
         order, interpreters = self._programs(len(shards))
-        gather, is_warm = found.gather, False
+        work, gather, is_warm = StepInput(step, static, shards), found.gather, False
+        for replica in self._replicas:
+            replica.begin_capture(step)
+        gather()
+        groups = [
+            (rank, group)
+            for rank, replica in enumerate(self._replicas)
+            for group in shard_groups(work, replica, rank, split_over_ranks(len(shards), self._engine.num_ranks)[rank])
+        ]
 
         def run() -> Tensor:
             nonlocal is_warm
             for replica, interpreter in zip(self._replicas, interpreters, strict=True):
                 replica.begin_capture(step)
-                interpreter.begin(StepInput(step, static, shards), replica)
+                interpreter.begin(work, replica)
             gather()
-            self._compute_and_exchange(order, interpreters)
+            self._compute_and_exchange(groups, order, interpreters)
             if with_update and is_warm:
                 self._update(interpreters, step)
             elif with_update:
@@ -209,16 +218,14 @@ class CapturedSteps:
         ]
         return [entry for entry in one_thread_order(schedule) if not isinstance(entry[1], Update)], interpreters
 
-    def _compute_and_exchange(self, order: list[tuple[int, Instruction]], interpreters: list[Interpreter]) -> None:
-        """All shards side by side, each on a stream of its own; then what depends on them."""
+    def _compute_and_exchange(
+        self, groups: list[tuple[int, range]], order: list[tuple[int, Instruction]], interpreters: list[Interpreter]
+    ) -> None:
+        """All groups of shards side by side, each on a stream of its own; then what depends on them."""
         with self._capture.fork():
-            for rank, instruction in order:
-                if isinstance(instruction, ForwardBackward):
-                    with (
-                        self._capture.side_stream(instruction.shards.start),
-                        self._errors_of(rank, "forward and backward"),
-                    ):
-                        interpreters[rank].execute(instruction)
+            for number, (rank, group) in enumerate(groups):
+                with self._capture.side_stream(number), self._errors_of(rank, "forward and backward"):
+                    interpreters[rank].execute(ForwardBackward(group))
         for rank, instruction in order:
             if not isinstance(instruction, ForwardBackward):
                 interpreters[rank].execute(instruction)

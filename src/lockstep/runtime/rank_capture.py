@@ -19,6 +19,7 @@ from lockstep.runtime.engine import Engine, StepInput
 from lockstep.runtime.held_values import HeldValues
 from lockstep.runtime.interpreter import Interpreter
 from lockstep.runtime.out_of_memory import is_out_of_memory
+from lockstep.runtime.shard_groups import shard_groups
 from lockstep.runtime.step import EagerSteps, StepOptions
 from lockstep.schedules.instructions import ForwardBackward
 
@@ -111,15 +112,18 @@ class RankCapture:
         static = work.batch.static(interpreter.rank.number)
         work = work._replace(batch=Batch(work.batch.num_samples, static.fetch))
 
+        self._replica.begin_capture(work.step)
+        static.gather()
+        groups = shard_groups(work, self._replica, interpreter.rank.number, interpreter.own_shards)
+
         def run() -> tuple[list[Leaf], HeldValues, int]:
             self._replica.begin_capture(work.step)
             interpreter.begin(work, self._replica)
             static.gather()
             with self._graph.fork():
-                for instruction in interpreter.program.compute:
-                    if isinstance(instruction, ForwardBackward):
-                        with self._graph.side_stream(instruction.shards.start):
-                            interpreter.execute(instruction)
+                for number, group in enumerate(groups):
+                    with self._graph.side_stream(number):
+                        interpreter.execute(ForwardBackward(group))
             interpreter.add_own()
             return interpreter.all_held()
 
