@@ -15,9 +15,11 @@ from torch.nn import functional as F
 
 from lockstep.backends.torch_attention import can_replace, has_memory
 from lockstep.backends.torch_stacked import StackedTensor, joined, num_shards_of, of_shards, parted
+from lockstep.backends.torch_weight_gradient import can_multiply, weight_gradient
 
 MAX_IMAGES = 64  # of a shard: more of them fill a GPU by themselves, and cuDNN's kernels are faster
 MIN_TILES = {True: 144, False: 36}  # of the gradient of a weight in float32, and not: else pixels are cut into parts
+MAX_NUMBERS = 1 << 27  # of a shard's images: those of all shards have numbers of 32 bits
 DEPTH = {torch.float32: 32, torch.bfloat16: 64, torch.float16: 64}  # channels that are added at a time
 
 
@@ -32,12 +34,12 @@ def fast_convolutions() -> Iterator[None]:
     def conv2d(
         input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1
     ) -> Tensor:
-        if has_memory(input) or isinstance(input, StackedTensor):
-            how = _pair(stride), _pair(padding)
-            images, kernel, offset = (_as_autocast_does(each) for each in (input, weight, bias))
-            if groups == 1 and _pair(dilation) == (1, 1) and fits(images, kernel, offset, how):
-                found: Tensor = _Convolution.apply(images, kernel, offset, how)
-                return found
+        how = _pair(stride), _pair(padding)
+        if groups == 1 and _pair(dilation) == (1, 1) and fits(input, weight, bias, how[1]):
+            dtype = _computed_in(input)
+            offset = None if bias is None else bias.to(dtype)
+            found: Tensor = _Convolution.apply(input.to(dtype), weight.to(dtype), offset, how)
+            return found
         return original(input, weight, bias, stride, padding, dilation, groups)
 
     torch.conv2d = F.conv2d = conv2d
@@ -47,31 +49,32 @@ def fast_convolutions() -> Iterator[None]:
         torch.conv2d = F.conv2d = original
 
 
-def fits(images: Any, weight: Any, bias: Any, how: Any) -> bool:
+def fits(images: Any, weight: Any, bias: Any, padding: Any) -> bool:
     """By types, shapes, order in memory and the run's precision, which are the same for a shard on any device."""
-    _, padding = how
+    if torch.compiler.is_compiling() or not (has_memory(images) or isinstance(images, StackedTensor)):
+        return False
+    dtype, tensors = _computed_in(images), [weight] if bias is None else [weight, bias]
     return (
-        not torch.compiler.is_compiling()
-        and isinstance(padding, tuple)
-        and has_memory(weight)
+        isinstance(padding, tuple)
+        and all(has_memory(each) and _computed_in(each) == dtype for each in tensors)
         and images.is_cuda
         and images.ndim == weight.ndim == 4
-        and images.dtype == weight.dtype
-        and images.dtype in DEPTH
-        and (images.dtype != torch.float32 or torch.backends.cudnn.conv.fp32_precision == "tf32")
-        and 0 < images.shape[0] <= MAX_IMAGES
+        and dtype in DEPTH
+        and (dtype != torch.float32 or torch.backends.cudnn.conv.fp32_precision == "tf32")
+        and 0 < len(images) <= MAX_IMAGES
+        and max(images.numel(), len(images) * weight.shape[0] * images.shape[2] * images.shape[3]) <= MAX_NUMBERS
         and images.shape[1] == weight.shape[1]
-        and all(channels % DEPTH[images.dtype] == 0 for channels in weight.shape[:2])
+        and all(channels % DEPTH[dtype] == 0 for channels in weight.shape[:2])
         and all(images.shape[2 + at] + 2 * padding[at] >= weight.shape[2 + at] for at in range(2))
         and all(each.is_contiguous(memory_format=torch.channels_last) for each in (images, weight))
-        and (bias is None or (has_memory(bias) and bias.is_contiguous()))
+        and (bias is None or bias.is_contiguous())
     )
 
 
-def _as_autocast_does(tensor: Any) -> Any:
-    if isinstance(tensor, Tensor) and tensor.is_cuda and tensor.dtype in DEPTH and torch.is_autocast_enabled("cuda"):
-        return tensor.to(torch.get_autocast_dtype("cuda"))
-    return tensor
+def _computed_in(tensor: Tensor) -> torch.dtype:
+    """The type that autocast makes of a tensor's."""
+    is_cast = tensor.is_cuda and tensor.dtype in DEPTH and torch.is_autocast_enabled("cuda")
+    return torch.get_autocast_dtype("cuda") if is_cast else tensor.dtype
 
 
 def _pair(value: Any) -> Any:
@@ -111,10 +114,13 @@ class _Convolution(torch.autograd.Function):
             launch = Launch(*tile_of_images(weight.dtype, num_rows, weight.shape[1]))
             of_images = parted(gradient_of_images(joined(gradient), weight, size, ctx.how, launch), images)
         if ctx.needs_input_grad[1]:
-            tile, parts = tile_of_weight(weight)
-            tensors = joined(images), joined(gradient), weight
-            found = gradient_of_weight(*tensors, num_shards_of(images), ctx.how, Launch(*tile), parts)
-            of_weight = of_shards(found, images)
+            tensors, num_shards = (joined(images), joined(gradient)), num_shards_of(images)
+            if weight.dtype == torch.float32 and can_multiply():
+                found = weight_gradient(*tensors, weight.shape, ctx.how, num_shards)
+            else:
+                tile, parts = tile_of_weight(weight)
+                found = gradient_of_weight(*tensors, weight, num_shards, ctx.how, Launch(*tile), parts)
+            of_weight = of_shards(found.permute(0, 1, 4, 2, 3), images)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             of_bias = of_shards(column_sums(joined(gradient), len(weight), num_shards_of(gradient)), gradient)
         return of_images, of_weight, of_bias, None

@@ -17,6 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+POINTS, CLOSE, STRIDED = map(tl.constexpr, range(3))
+# A kernel is compiled anew for every integer that is 1 or a multiple of 16, in a record, too; not for these.
+AXES = [f"{axis}_{name}" for axis in ("line", "column") for name in ("size", "out_size", "taps", "stride", "padding")]
+GENERAL = ["num_rows", "num_images", *AXES]
+
 
 class Tile(NamedTuple):
     """What a kernel is compiled for; constants in it."""
@@ -65,16 +70,23 @@ class Convolution(NamedTuple):
         found = zip(size, taps, self.stride, self.padding, strict=True)
         return tuple(Axis(n, (n + 2 * zeros - t) // step + 1, t, step, zeros) for n, t, step, zeros in found)
 
+    def kind(self, weight: Tensor) -> int:
+        """What a kernel is compiled for: POINTS, where each pixel is multiplied by itself; strided, or not."""
+        if weight.shape[2] * weight.shape[3] * max(self.stride) == 1 and max(self.padding) == 0:
+            return int(POINTS.value)
+        return int((STRIDED if max(self.stride) > 1 else CLOSE).value)
+
 
 def convolution_forward(
     images: Tensor, weight: Tensor, bias: Tensor | None, how: Convolution, launch: Launch
 ) -> Tensor:
     """The output for all images; all of them, and the weight, are channels-last."""
-    axes = how.axes(images.shape[2:], weight.shape[2:])
-    out = _empty(images, (len(images), len(weight), *(axis.out_size for axis in axes)))
+    lines, columns = how.axes(images.shape[2:], weight.shape[2:])
+    out = _empty(images, (len(images), len(weight), lines.out_size, columns.out_size))
     num_rows, channels = out.numel() // out.shape[1], (images.shape[1], out.shape[1])
     grid = (triton.cdiv(num_rows, launch.rows) * triton.cdiv(channels[1], launch.columns),)
-    _forward[grid](images, weight, bias, out, num_rows, axes, channels, launch.tile, **launch.options)
+    pointers, kind = (images, weight, bias, out), min(how.kind(weight), CLOSE.value)
+    _forward[grid](pointers, num_rows, *lines, *columns, channels, kind, launch.tile, **launch.options)
     return out
 
 
@@ -82,101 +94,125 @@ def gradient_of_images(
     gradient: Tensor, weight: Tensor, size: Sequence[int], how: Convolution, launch: Launch
 ) -> Tensor:
     """That of the images, whose height and width are `size`."""
-    axes = how.axes(size, weight.shape[2:])
-    out = _empty(gradient, (len(gradient), weight.shape[1], *size))
     turned = weight.permute(1, 2, 3, 0).contiguous()  # its outputs are inputs here
-    num_rows = len(out) * math.prod(triton.cdiv(axis.size, axis.stride) for axis in axes)  # at most, of each start
+    if how.kind(weight) == POINTS.value:
+        return convolution_forward(gradient, turned.permute(0, 3, 1, 2), None, how, launch)
+    lines, columns = how.axes(size, weight.shape[2:])
+    out = _empty(gradient, (len(gradient), weight.shape[1], *size))
+    num_rows = len(out) * triton.cdiv(lines.size, lines.stride) * triton.cdiv(columns.size, columns.stride)  # at most
     channels = gradient.shape[1], out.shape[1]
-    grid = triton.cdiv(num_rows, launch.rows) * triton.cdiv(channels[1], launch.columns), math.prod(how.stride)
-    _backward[grid](gradient, turned, out, len(out), axes, channels, launch.tile, **launch.options)
+    grid = triton.cdiv(num_rows, launch.rows) * triton.cdiv(channels[1], launch.columns), lines.stride * columns.stride
+    pointers = gradient, turned, out
+    _backward[grid](pointers, len(out), *lines, *columns, channels, how.kind(weight), launch.tile, **launch.options)
     return out
 
 
 def gradient_of_weight(
     images: Tensor, gradient: Tensor, weight: Tensor, num_shards: int, how: Convolution, launch: Launch, parts: int
 ) -> Tensor:
-    """That of the weight, for each of `num_shards` shards that the images are those of: one after the other."""
+    """For each of `num_shards` shards that the images are those of, the gradient of the weight.
+
+    Its shape is (shards, channels, lines, columns, c).
+    """
     rows = gradient.numel() // gradient.shape[1] // num_shards
     rows_of_part = triton.cdiv(triton.cdiv(rows, parts), launch.depth) * launch.depth
     parts = triton.cdiv(rows, rows_of_part)
     channels, taps = (images.shape[1], len(weight)), weight.shape[2:]
-    shape = num_shards, len(weight), *taps, channels[0]
-    out = weight.new_empty(shape)
-    table = out if parts == 1 else out.new_empty((parts, *shape), dtype=torch.float32)
+    dtype = weight.dtype if parts == 1 else torch.float32
+    table = weight.new_empty((parts, num_shards, len(weight), *taps, channels[0]), dtype=dtype)
     tiles = triton.cdiv(channels[1], launch.rows) * math.prod(taps) * triton.cdiv(channels[0], launch.columns)
-    axes = how.axes(images.shape[2:], taps)
-    _weight_parts[(tiles, parts, num_shards)](
-        images, gradient, table, (rows, rows_of_part), axes, channels, launch.tile, **launch.options
-    )
-    if parts > 1:
-        _add_parts[(triton.cdiv(out.numel(), 1024),)](table, out, out.numel(), parts, num_warps=4)
-    return out.permute(0, 1, 4, 2, 3)
+    lines, columns = how.axes(images.shape[2:], taps)
+    grid, pointers = (tiles, parts, num_shards), (images, gradient, table)
+    _weight_parts[grid](pointers, rows, rows_of_part, *lines, *columns, channels, launch.tile, **launch.options)
+    return add_parts(table, weight.dtype)
+
+
+def add_parts(table: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum over the parts of a table, from the first to the last."""
+    if len(table) == 1:
+        return table[0]
+    out = torch.empty_like(table[0], dtype=dtype)
+    _add_parts[(triton.cdiv(out.numel(), 1024),)](table, out, out.numel(), len(table), num_warps=4)
+    return out
 
 
 def _empty(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last)
 
 
-@triton.jit
-def _forward(images, weight, bias, out, num_rows, axes, channels, tile):
+@triton.jit(do_not_specialize=GENERAL)
+def _forward(
+    pointers, num_rows,
+    line_size, line_out_size, line_taps, line_stride, line_padding,
+    column_size, column_out_size, column_taps, column_stride, column_padding,
+    channels, kind: tl.constexpr, tile,
+):  # fmt: skip
     """One tile of the output: all taps, and all channels of each, in their order."""
-    lines, columns = axes
+    images, weight, bias, out = pointers
     num_in, num_out = channels
-    row, channel, is_there = _place(num_rows, num_out, tile)
-    column, line = row % columns.out_size, row // columns.out_size % lines.out_size
-    image = row // columns.out_size // lines.out_size
+    row, channel, is_row = _place(num_rows, num_out, tile)
+    column, line = row % column_out_size, row // column_out_size % line_out_size
+    image = row // column_out_size // line_out_size
     total = _sum(
         (images, weight),
-        (image * lines.size, line * lines.stride - lines.padding, column * columns.stride - columns.padding),
-        (lines.size, columns.size, num_in),
-        (0, 1, 1, lines.num_taps, 0, 1, 1, columns.num_taps, columns.num_taps),
-        (channel * (lines.num_taps * columns.num_taps), is_there, channel < num_out),
+        (row, image * line_size, line * line_stride - line_padding, column * column_stride - column_padding),
+        (line_size, column_size, num_in),
+        (0, 1, 1, line_taps, 0, 1, 1, column_taps, column_taps),
+        (channel * (line_taps * column_taps), is_row, channel < num_out),
+        kind,
         tile,
     )
     if bias is not None:
         total += tl.load(bias + channel, mask=channel < num_out, other=0.0).to(tl.float32)[None, :]
-    at = row * num_out
-    is_there = is_there[:, None] & (channel < num_out)[None, :]
-    tl.store(out + at[:, None] + channel[None, :], total.to(out.dtype.element_ty), mask=is_there)
+    _store(out, total, row, channel, is_row, num_out)
 
 
-@triton.jit
-def _backward(gradient, weight, out, num_images, axes, channels, tile):
+@triton.jit(do_not_specialize=GENERAL)
+def _backward(
+    pointers, num_images,
+    line_size, line_out_size, line_taps, line_stride, line_padding,
+    column_size, column_out_size, column_taps, column_stride, column_padding,
+    channels, kind: tl.constexpr, tile,
+):  # fmt: skip
     """One tile of the gradient of images. With a stride, lines and columns that use the same taps go together."""
-    lines, columns = axes
+    gradient, weight, out = pointers
     num_in, num_out = channels
-    tap_line, tap_column = tl.program_id(1) // columns.stride, tl.program_id(1) % columns.stride
-    start_line, first_line, num_lines = _same_taps(lines, tap_line)
-    start_column, first_column, num_columns = _same_taps(columns, tap_column)
+    tap_line, tap_column = tl.program_id(1) // column_stride, tl.program_id(1) % column_stride
+    start_line, first_line, num_lines = _same_taps(line_size, line_stride, line_padding, tap_line)
+    start_column, first_column, num_columns = _same_taps(column_size, column_stride, column_padding, tap_column)
     num_rows = num_images * num_lines * num_columns
-    row, channel, is_there = _place(num_rows, num_out, tile)
+    row, channel, is_row = _place(num_rows, num_out, tile)
     if tl.program_id(0) // tl.cdiv(num_out, tile.columns) * tile.rows >= num_rows:
         return
     column, line, image = row % num_columns, row // num_columns % num_lines, row // num_columns // num_lines
-    num_taps = tl.cdiv(lines.num_taps - tap_line, lines.stride), tl.cdiv(columns.num_taps - tap_column, columns.stride)
+    num_taps = tl.cdiv(line_taps - tap_line, line_stride), tl.cdiv(column_taps - tap_column, column_stride)
     total = _sum(
         (gradient, weight),
-        (image * lines.out_size, line + start_line, column + start_column),
-        (lines.out_size, columns.out_size, num_in),
-        (tap_line, lines.stride, -1, num_taps[0], tap_column, columns.stride, -1, num_taps[1], columns.num_taps),
-        (channel * (lines.num_taps * columns.num_taps), is_there, channel < num_out),
+        (row, image * line_out_size, line + start_line, column + start_column),
+        (line_out_size, column_out_size, num_in),
+        (tap_line, line_stride, -1, num_taps[0], tap_column, column_stride, -1, num_taps[1], column_taps),
+        (channel * (line_taps * column_taps), is_row, channel < num_out),
+        kind,
         tile,
     )
-    at = row
-    if lines.stride * columns.stride > 1:
-        y, x = line * lines.stride + first_line, column * columns.stride + first_column
-        at = (image * lines.size + y) * columns.size + x
-    at *= num_out
-    is_there = is_there[:, None] & (channel < num_out)[None, :]
-    tl.store(out + at[:, None] + channel[None, :], total.to(out.dtype.element_ty), mask=is_there)
+    if kind == STRIDED:
+        y, x = line * line_stride + first_line, column * column_stride + first_column
+        row = (image * line_size + y) * column_size + x
+    _store(out, total, row, channel, is_row, num_out)
 
 
 @triton.jit
-def _same_taps(axis, tap):
+def _same_taps(size, stride, padding, tap):
     """Of the lines whose gradient uses `tap`, tap + stride, ...: the first that `tap` reads, the first, how many."""
-    start = tl.cdiv(tl.maximum(axis.padding - tap, 0), axis.stride)
-    first = start * axis.stride + tap - axis.padding
-    return start, first, tl.cdiv(tl.maximum(axis.size - first, 0), axis.stride)
+    start = tl.cdiv(tl.maximum(padding - tap, 0), stride)
+    first = start * stride + tap - padding
+    return start, first, tl.cdiv(tl.maximum(size - first, 0), stride)
+
+
+@triton.jit
+def _store(out, total, row, channel, is_row, num_channels):
+    at = row[:, None] * num_channels + channel[None, :]
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=is_row[:, None] & (channel < num_channels)[None, :])
 
 
 @triton.jit
@@ -189,42 +225,54 @@ def _place(num_rows, num_channels, tile):
 
 
 @triton.jit
-def _sum(pointers, place, sizes, taps, of_weight, tile):
-    """The sum over taps and channels, for rows that read at `place`: number of the first line, line, column."""
+def _sum(pointers, place, sizes, taps, of_weight, kind: tl.constexpr, tile):
+    """The sum over taps and channels, for rows that read at `place`: row, the image's first line, line, column."""
     images, weight = pointers
-    image, first_line, first_column = place
+    row, image, first_line, first_column = place
     height, width, num_channels = sizes
     line_tap, line_step, line_move, num_lines, column_tap, column_step, column_move, num_columns, weight_width = taps
     channel, is_row, is_channel = of_weight
     depth = tl.arange(0, tile.depth)
     total = tl.zeros([tile.rows, tile.columns], dtype=tl.float32)
-    line, column, start = 0, 0, 0
-    for _ in range(num_lines * num_columns * (num_channels // tile.depth)):
-        y, x = first_line + line * line_move, first_column + column * column_move
-        is_inside = is_row & (y >= 0) & (y < height) & (x >= 0) & (x < width)
-        at = ((image + y) * width + x) * num_channels + start
-        a = tl.load(images + at[:, None] + depth[None, :], mask=is_inside[:, None], other=0.0)
-        tap = (line_tap + line * line_step) * weight_width + column_tap + column * column_step
-        at = (channel + tap) * num_channels + start
-        b = tl.load(weight + at[None, :] + depth[:, None], mask=is_channel[None, :], other=0.0)
-        total = tl.dot(a, b, total)
-        start += tile.depth
-        is_next = start >= num_channels
-        start = tl.where(is_next, 0, start)
-        column += is_next.to(tl.int32)
-        is_next = column >= num_columns
-        column = tl.where(is_next, 0, column)
-        line += is_next.to(tl.int32)
+    if kind == POINTS:
+        for start in range(0, num_channels, tile.depth):
+            at = row[:, None] * num_channels + start + depth[None, :]
+            a = tl.load(images + at, mask=is_row[:, None], other=0.0)
+            at = channel[None, :] * num_channels + start + depth[:, None]
+            b = tl.load(weight + at, mask=is_channel[None, :], other=0.0)
+            total = tl.dot(a, b, total)
+    else:
+        line, column, start = 0, 0, 0
+        for _ in range(num_lines * num_columns * (num_channels // tile.depth)):
+            y, x = first_line + line * line_move, first_column + column * column_move
+            is_inside = is_row & (y >= 0) & (y < height) & (x >= 0) & (x < width)
+            at = ((image + y) * width + x) * num_channels + start
+            a = tl.load(images + at[:, None] + depth[None, :], mask=is_inside[:, None], other=0.0)
+            tap = (line_tap + line * line_step) * weight_width + column_tap + column * column_step
+            at = (channel + tap) * num_channels + start
+            b = tl.load(weight + at[None, :] + depth[:, None], mask=is_channel[None, :], other=0.0)
+            total = tl.dot(a, b, total)
+            start += tile.depth
+            is_next = start >= num_channels
+            start = tl.where(is_next, 0, start)
+            column += is_next.to(tl.int32)
+            is_next = column >= num_columns
+            column = tl.where(is_next, 0, column)
+            line += is_next.to(tl.int32)
     return total
 
 
-@triton.jit
-def _weight_parts(images, gradient, table, rows, axes, channels, tile):
+@triton.jit(do_not_specialize=[*GENERAL, "rows_of_part"])
+def _weight_parts(
+    pointers, num_rows, rows_of_part,
+    line_size, line_out_size, line_taps, line_stride, line_padding,
+    column_size, column_out_size, column_taps, column_stride, column_padding,
+    channels, tile,
+):  # fmt: skip
     """One tile of a weight's gradient, for one tap: the sum over the pixels of one part of one shard."""
-    num_rows, rows_of_part = rows
-    lines, columns = axes
+    images, gradient, table = pointers
     num_in, num_out = channels
-    num_tiles, num_taps = tl.cdiv(num_in, tile.columns), lines.num_taps * columns.num_taps
+    num_tiles, num_taps = tl.cdiv(num_in, tile.columns), line_taps * column_taps
     part, shard = tl.program_id(1), tl.program_id(2)
     tap = tl.program_id(0) // num_tiles % num_taps
     c = tl.program_id(0) % num_tiles * tile.columns + tl.arange(0, tile.columns)
@@ -233,30 +281,30 @@ def _weight_parts(images, gradient, table, rows, axes, channels, tile):
     first = part * rows_of_part
     last = tl.minimum(first + rows_of_part, num_rows)
     row = first + tl.arange(0, tile.depth)
-    column, line = row % columns.out_size, row // columns.out_size % lines.out_size
-    num_pixels = columns.out_size * lines.out_size
+    column, line = row % column_out_size, row // column_out_size % line_out_size
+    num_pixels = column_out_size * line_out_size
     image = row // num_pixels + shard * (num_rows // num_pixels)
     # how far the next rows are
-    next_column, next_line = tile.depth % columns.out_size, tile.depth // columns.out_size % lines.out_size
+    next_column, next_line = tile.depth % column_out_size, tile.depth // column_out_size % line_out_size
     next_image = tile.depth // num_pixels
     total = tl.zeros([tile.rows, tile.columns], dtype=tl.float32)
     for _ in range(0, tl.cdiv(last - first, tile.depth)):
         is_row = row < last
         at = (shard * num_rows + row) * num_out
         g = tl.load(gradient + at[:, None] + channel[None, :], mask=is_row[:, None] & is_channel[None, :], other=0.0)
-        y = line * lines.stride - lines.padding + tap // columns.num_taps
-        x = column * columns.stride - columns.padding + tap % columns.num_taps
-        is_inside = is_row & (y >= 0) & (y < lines.size) & (x >= 0) & (x < columns.size)
-        at = ((image * lines.size + y) * columns.size + x) * num_in
+        y = line * line_stride - line_padding + tap // column_taps
+        x = column * column_stride - column_padding + tap % column_taps
+        is_inside = is_row & (y >= 0) & (y < line_size) & (x >= 0) & (x < column_size)
+        at = ((image * line_size + y) * column_size + x) * num_in
         i = tl.load(images + at[:, None] + c[None, :], mask=is_inside[:, None] & is_c[None, :], other=0.0)
         total = tl.dot(tl.trans(g), i, total)
         row += tile.depth
         column += next_column
-        is_over = (column >= columns.out_size).to(tl.int32)
-        column -= is_over * columns.out_size
+        is_over = (column >= column_out_size).to(tl.int32)
+        column -= is_over * column_out_size
         line += next_line + is_over
-        is_over = (line >= lines.out_size).to(tl.int32)
-        line -= is_over * lines.out_size
+        is_over = (line >= line_out_size).to(tl.int32)
+        line -= is_over * line_out_size
         image += next_image + is_over
     table += (part * tl.num_programs(2) + shard).to(tl.int64) * num_out * num_taps * num_in
     at = (channel * num_taps + tap) * num_in

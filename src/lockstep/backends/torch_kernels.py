@@ -53,10 +53,17 @@ def compile_kernel(source: str, name: str) -> Any:
     return torch.cuda._compile_kernel(source, name)
 
 
-def launch(kernel: Any, num_blocks: int, arguments: list[Any], num_threads: int = NUM_THREADS) -> None:
+def launch(
+    kernel: Any,
+    num_blocks: int | tuple[int, int, int],
+    arguments: list[Any],
+    num_threads: int = NUM_THREADS,
+    num_shared_bytes: int = 0,
+) -> None:
     """Starts a kernel on the current stream."""
     _make_context()
-    kernel(grid=(num_blocks, 1, 1), block=(num_threads, 1, 1), args=arguments)
+    grid = (num_blocks, 1, 1) if isinstance(num_blocks, int) else num_blocks
+    kernel(grid=grid, block=(num_threads, 1, 1), args=arguments, shared_mem=num_shared_bytes)
 
 
 def _make_context() -> None:
