@@ -4,9 +4,9 @@
     python benchmarks/gpu.py gpt2 --precision bf16 ddp-compiled 8,compile
 
 `8` is our step with 8 shards, `8,compile` the same compiled, `8,eager` without CUDA graphs. (`lockstep bench` takes
-turns instead, and needs a GPU with memory for all contenders at once.) Memory is what is
-reserved; a contender that follows a larger one can show some of its, so measure memory in a process of its own. Every
-run appends a line to benchmarks/results/gpu.jsonl.
+turns instead, and needs a GPU with memory for all contenders at once.) Memory is what is reserved, beside the samples,
+which all contenders have on the GPU; a contender that follows a larger one can show some of its, so measure memory in a
+process of its own. Every run appends a line to benchmarks/results/gpu.jsonl.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from lockstep.bench.contenders import ContenderRank
 from lockstep.bench.contenders.distributed import ddp_best, ddp_compiled
 from lockstep.bench.contenders.lockstep import LockstepRun
 from lockstep.bench.results import RESULTS, append_result, describe_run
-from lockstep.bench.workload import MODELS, Workload, workload_for
+from lockstep.bench.workload import MODELS, Workload, load_samples, workload_for
 from lockstep.core.device import Device
 from lockstep.runtime.store import serve_store
 
@@ -65,6 +65,8 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=3)
     options = parser.parse_args()
     workload, _ = workload_for(options.model, [Device("cuda:0")], options.precision)
+    samples = load_samples(workload)
+    num_sample_bytes = samples.X_train.nbytes + samples.y_train.nbytes
     found: list[dict[str, Any]] = []
     for what in options.what:
         began = time.perf_counter()
@@ -72,13 +74,14 @@ def main() -> None:
             run = started(what, workload, closing)
             ready = time.perf_counter() - began
             times = [1000 * run(workload.num_steps) for _ in range(options.trials)]
-            peak = torch.cuda.max_memory_reserved() / 2**30
+            num_bytes = torch.cuda.max_memory_reserved() - num_sample_bytes
             print(f"{options.model} {options.precision} {what:16} {median(times):8.2f} ms ({min(times):.2f} to "
-                  f"{max(times):.2f})  {peak:5.1f} GiB  ready in {ready:.0f} s", flush=True)  # fmt: skip
-            found.append({"what": what, "milliseconds": times, "reserved_bytes": torch.cuda.max_memory_reserved()})
+                  f"{max(times):.2f})  {num_bytes / 2**30:5.2f} GiB  ready in {ready:.0f} s", flush=True)  # fmt: skip
+            found.append({"what": what, "milliseconds": times, "bytes_beside_samples": num_bytes})
             del run
         gc.collect()
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     described = describe_run("python", "benchmarks/gpu.py", *sys.argv[1:])
     append_result(RESULTS / "gpu.jsonl", described | {"model": options.model, "contenders": found})
 

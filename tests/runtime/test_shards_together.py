@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from runtime.test_cuda_graph import SETTINGS, capture, rank_capture  # noqa: F401
 from torch import nn
 
 import lockstep
@@ -24,6 +23,9 @@ class Residual(nn.Module):
         Y = nn.functional.max_pool2d(Y, 2)
         Y = Y + self.scale * self.norm2(self.middle(Y))
         return self.classify(Y.mean(dim=(2, 3)))
+
+
+SETTINGS = {"data": "fashion-mnist-mini", "num_epochs": 2, "batch_size": 300, "lr": 0.1, "quiet": True}
 
 
 def loss(output, y):
@@ -50,7 +52,7 @@ def test_shards_together_have_the_bits_that_they_have_alone(request, groups, kin
     request.getfixturevalue(kind)
     how = {**SETTINGS, "model": Residual, "loss": loss, "momentum": 0.9}
     found = lockstep.train(**how, devices=devices)
-    assert max(groups) == (8 if devices == "cpu:0" else 3)
+    assert max(groups) == (4 if devices == "cpu:0" else 2)
     alone = lockstep.train(**how, devices="cpu:0,cpu:1", capture=False)
     assert found.weights_sha256 == alone.weights_sha256
     assert found.buffers_sha256 == alone.buffers_sha256

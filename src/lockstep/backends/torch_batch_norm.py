@@ -63,11 +63,11 @@ class _BatchNorm(torch.autograd.Function):
         bias: Tensor,
         running_mean: Tensor | None,
         running_var: Tensor | None,
-        momentum: float,
-        eps: float,
+        *how: float,
     ) -> Tensor:
         from lockstep.backends.torch_batch_norm_kernels import Stats, batch_norm_forward
 
+        momentum, eps = how
         own = [each.stack if isinstance(each, StackedTensor) else each for each in (running_mean, running_var)]
         stride = own[0].stride(0) if own[0] is not None and own[0] is not running_mean else 0
         num_shards, stats = num_shards_of(images), Stats(own[0], own[1], stride, momentum, eps)

@@ -1,4 +1,4 @@
-"""CUDA graph capture of a step on one GPU with PyTorch, with a side stream for each shard."""
+"""CUDA graph capture of a step on one GPU with PyTorch, with streams for shards side by side."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -110,7 +110,7 @@ class TorchGraphCapture:
             yield
         finally:
             for side in self._used:
-                self._main.wait_stream(self._stream(side))
+                self._main.wait_stream(self._side(side))
 
     @contextmanager
     def side_stream(self, number: int) -> Iterator[None]:
@@ -118,12 +118,16 @@ class TorchGraphCapture:
         assert self._start is not None, "within fork"
         if side not in self._used:
             self._used.add(side)
-            self._stream(side).wait_event(self._start)
+            self._side(side).wait_event(self._start)
         before = torch.cuda.memory_reserved(self._device)
-        with torch.cuda.stream(self._stream(side)):
+        with torch.cuda.stream(self._side(side)):
             yield
         if self._warm_up is not None:
             self._warm_up.add(torch.cuda.memory_reserved(self._device) - before)
+
+    def _side(self, number: int) -> torch.cuda.Stream:
+        """The first is the main stream: what comes after the shards is in the memory that these have left."""
+        return self._stream(number) if number else self._main
 
     def serialize_streams(self) -> bool:
         if self._is_serial:

@@ -7,7 +7,7 @@ together (`torch_stacked.py`).
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,12 +15,24 @@ from torch.nn import functional as F
 
 from lockstep.backends.torch_attention import can_replace, has_memory
 from lockstep.backends.torch_stacked import StackedTensor, joined, num_shards_of, of_shards, parted
-from lockstep.backends.torch_weight_gradient import can_multiply, weight_gradient
+from lockstep.backends.torch_weight_gradient_tf32 import can_multiply, weight_gradient
 
 MAX_IMAGES = 64  # of a shard: more of them fill a GPU by themselves, and cuDNN's kernels are faster
-MIN_TILES = {True: 144, False: 36}  # of the gradient of a weight in float32, and not: else pixels are cut into parts
 MAX_NUMBERS = 1 << 27  # of a shard's images: those of all shards have numbers of 32 bits
+MAX_LINES = 2048  # and columns, of images: half of what kernels have bits for
 DEPTH = {torch.float32: 32, torch.bfloat16: 64, torch.float16: 64}  # channels that are added at a time
+
+
+class Call(NamedTuple):
+    """The arguments of `torch.conv2d`."""
+
+    input: Any
+    weight: Any
+    bias: Any = None
+    stride: Any = 1
+    padding: Any = 0
+    dilation: Any = 1
+    groups: Any = 1
 
 
 @contextmanager
@@ -31,16 +43,15 @@ def fast_convolutions() -> Iterator[None]:
         return
     original = torch.conv2d
 
-    def conv2d(
-        input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1
-    ) -> Tensor:
-        how = _pair(stride), _pair(padding)
-        if groups == 1 and _pair(dilation) == (1, 1) and fits(input, weight, bias, how[1]):
-            dtype = _computed_in(input)
-            offset = None if bias is None else bias.to(dtype)
-            found: Tensor = _Convolution.apply(input.to(dtype), weight.to(dtype), offset, how)
+    def conv2d(*args: Any, **kwargs: Any) -> Tensor:
+        call = Call(*args, **kwargs)
+        how = _pair(call.stride), _pair(call.padding)
+        if call.groups == 1 and _pair(call.dilation) == (1, 1) and fits(call.input, call.weight, call.bias, how[1]):
+            dtype = _computed_in(call.input)
+            bias = None if call.bias is None else call.bias.to(dtype)
+            found: Tensor = _Convolution.apply(call.input.to(dtype), call.weight.to(dtype), bias, how)
             return found
-        return original(input, weight, bias, stride, padding, dilation, groups)
+        return original(*args, **kwargs)
 
     torch.conv2d = F.conv2d = conv2d
     try:
@@ -62,6 +73,7 @@ def fits(images: Any, weight: Any, bias: Any, padding: Any) -> bool:
         and dtype in DEPTH
         and (dtype != torch.float32 or torch.backends.cudnn.conv.fp32_precision == "tf32")
         and 0 < len(images) <= MAX_IMAGES
+        and max(*images.shape[2:], *weight.shape[2:], *padding) < MAX_LINES
         and max(images.numel(), len(images) * weight.shape[0] * images.shape[2] * images.shape[3]) <= MAX_NUMBERS
         and images.shape[1] == weight.shape[1]
         and all(channels % DEPTH[dtype] == 0 for channels in weight.shape[:2])
@@ -91,15 +103,14 @@ class _Convolution(torch.autograd.Function):
 
         ctx.save_for_backward(images, weight)
         ctx.how, ctx.has_bias = Convolution(*how), bias is not None
-        axes = ctx.how.axes(images.shape[2:], weight.shape[2:])
-        num_rows = len(images) * axes[0].out_size * axes[1].out_size
-        launch = Launch(*tile_of_images(weight.dtype, num_rows, len(weight)))
+        launch = Launch(*tile_of_images(weight, weight.shape[1], len(weight), (1, 1)))
         return parted(convolution_forward(joined(images), weight, bias, ctx.how, launch), images)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         from lockstep.backends.torch_column_sum_kernels import column_sums
-        from lockstep.backends.torch_convolution_kernels import Launch, gradient_of_images, gradient_of_weight
+        from lockstep.backends.torch_convolution_kernels import Launch, gradient_of_images
+        from lockstep.backends.torch_weight_gradient_kernels import gradient_of_weight
 
         images, weight = ctx.saved_tensors
         gradient = gradient.to(images.dtype).contiguous(memory_format=torch.channels_last)
@@ -109,43 +120,48 @@ class _Convolution(torch.autograd.Function):
             return (*found, None)
         of_images = of_weight = of_bias = None
         if ctx.needs_input_grad[0]:
-            size, (lines, columns) = images.shape[2:], ctx.how.stride
-            num_rows = len(images) * -(-size[0] // lines) * -(-size[1] // columns)
-            launch = Launch(*tile_of_images(weight.dtype, num_rows, weight.shape[1]))
-            of_images = parted(gradient_of_images(joined(gradient), weight, size, ctx.how, launch), images)
+            launch = Launch(*tile_of_images(weight, len(weight), weight.shape[1], ctx.how.stride))
+            of_images = gradient_of_images(joined(gradient), weight, images.shape[2:], ctx.how, launch)
+            of_images = parted(of_images, images)
         if ctx.needs_input_grad[1]:
             tensors, num_shards = (joined(images), joined(gradient)), num_shards_of(images)
             if weight.dtype == torch.float32 and can_multiply():
                 found = weight_gradient(*tensors, weight.shape, ctx.how, num_shards)
             else:
-                tile, parts = tile_of_weight(weight)
-                found = gradient_of_weight(*tensors, weight, num_shards, ctx.how, Launch(*tile), parts)
+                found = gradient_of_weight(*tensors, weight, num_shards, ctx.how, Launch(*tile_of_weight(weight)))
             of_weight = of_shards(found.permute(0, 1, 4, 2, 3), images)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             of_bias = of_shards(column_sums(joined(gradient), len(weight), num_shards_of(gradient)), gradient)
         return of_images, of_weight, of_bias, None
 
 
-def tile_of_images(dtype: torch.dtype, num_rows: int, num_channels: int) -> tuple[int, ...]:
-    """Rows, columns and depth of a tile, warps and stages, for so many pixels of a shard and channels of its output.
+def tile_of_images(weight: Tensor, num_in: int, num_out: int, stride: tuple[int, int]) -> tuple[int, ...]:
+    """Rows, columns and depth of a tile, warps and stages, for a product of `num_in` and `num_out` channels.
 
-    The fastest of six for each layer of ResNet-18 and ResNet-50, eight shards of 32 images at once, on an H200: the
-    rules take 1.01 of the time of the best choices.
+    The rules take 1.01 of the time of the fastest of seven to twelve tiles for each layer of ResNet-18 (tf32) and
+    ResNet-50 (bf16), eight shards of 32 images at once, on an H200.
     """
-    if dtype != torch.float32:
-        return (128, 64, 64, 4, 3) if num_channels <= 64 else (128, 128, 64, 8, 3)
-    if num_channels <= 64:
-        return 128, 64, 32, 4, 3
-    return (128, 128, 32, 4, 3) if num_rows >= 1024 else (64, 128, 32, 4, 4)
+    is_point, is_strided = weight.shape[2] * weight.shape[3] == 1, max(stride) > 1
+    if weight.dtype == torch.float32:
+        return (128, 64, 32, 4, 3) if num_out <= 64 else (64, 128, 32, 4, 3)
+    if num_out <= 64:
+        return 128, 64, 64, 4, 2 if is_point else 3
+    if is_strided:  # in a gradient of images
+        return 128, 128, 64, 4, 2 if is_point else 3
+    return (128, 128, 64, 4, 2) if is_point and num_in <= 512 else (128, 128, 64, 8, 3)
 
 
-def tile_of_weight(weight: Tensor) -> tuple[tuple[int, ...], int]:
+def tile_of_weight(weight: Tensor) -> tuple[int, ...]:
     """The same for the gradient of a weight, and into how many parts the pixels of a shard are cut.
 
     More than two warps would use instructions that read float32 numbers in another order than they are in memory.
     """
-    is_single = weight.dtype == torch.float32
-    rows, columns = (64, 64) if is_single else (min(len(weight), 128), min(weight.shape[1], 128))
-    num_tiles = -(-len(weight) // rows) * -(-weight.shape[1] // columns) * weight.shape[2] * weight.shape[3]
-    parts = max(1, -(-(MIN_TILES[is_single]) // num_tiles))
-    return ((rows, columns, 32, 2, 3) if is_single else (rows, columns, 64, 4, 3)), parts
+    num_out, num_in, *taps = weight.shape
+    if weight.dtype == torch.float32:
+        tile, min_tiles = (64, 64, 32, 2, 3), 144
+    elif min(num_out, num_in) <= 64:
+        tile, min_tiles = (64, 64, 64, 4, 4), 72 if max(taps) > 1 else 36
+    else:
+        tile, min_tiles = (128, 128, 32, 4, 4), 72 if max(taps) > 1 else 18
+    num_tiles = -(-num_out // tile[0]) * -(-num_in // tile[1]) * taps[0] * taps[1]
+    return *tile, max(1, -(-min_tiles // num_tiles))

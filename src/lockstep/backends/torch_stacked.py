@@ -100,7 +100,12 @@ def per_shard(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return function(*args, **kwargs)
         number, launches = len(stacked[0].stack), stacked[0].launches
         launches.repeated += 1
-        split = [_Unstack.apply(leaf) if isinstance(leaf, StackedTensor) else (leaf,) * number for leaf in leaves]
+
+        def of_each(leaf: Any) -> Any:
+            is_tensor = isinstance(leaf, Tensor)  # a gradient of what all have in common is another in each
+            return _Unstack.apply(leaf, number, launches) if is_tensor else (leaf,) * number
+
+        split = [of_each(leaf) for leaf in leaves]
         found = []
         for of_shard in zip(*split, strict=True):
             own_args, own_kwargs = tree_unflatten(list(of_shard), spec)
@@ -113,13 +118,14 @@ def per_shard(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 class _Unstack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: StackedTensor) -> tuple[Tensor, ...]:
-        ctx.launches = tensor.launches
-        return tuple(_slices(tensor))
+    def forward(ctx: Any, tensor: Tensor, number: int, launches: Launches) -> tuple[Tensor, ...]:
+        ctx.launches = launches
+        is_stacked = isinstance(tensor, StackedTensor)
+        return tuple(_slices(tensor)) if is_stacked else tuple(tensor.view_as(tensor) for _ in range(number))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return _stacked(gradients, ctx.launches)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return _stacked(gradients, ctx.launches), None, None
 
 
 class _Stack(torch.autograd.Function):

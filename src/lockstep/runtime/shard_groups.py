@@ -24,5 +24,5 @@ def _groups(work: StepInput, replica: CapturableReplica, rank: int, same: range)
     for number in same[:2]:
         samples = work.shards[number]
         shards.append(Shard(number, len(samples), *work.batch.fetch(rank, samples.start, samples.stop)))
-    together = replica.num_together(shards)
+    together = min(replica.num_together(shards), -(-len(same) // 2))  # one group fills the gaps of the other
     return [same[start : start + together] for start in range(0, len(same), together)]

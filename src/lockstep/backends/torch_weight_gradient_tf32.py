@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lockstep.backends.torch_kernels import can_compile_kernels, compile_kernel, launch
 
-COLUMNS, DEPTH, STAGES, PADDING = 128, 16, 4, 8  # of a tile: (tap, c), pixels; tiles on their way; so that banks differ
+COLUMNS, DEPTH, STAGES, PADDING = 128, 32, 3, 8  # of a tile: (tap, c), pixels; tiles on their way; so that banks differ
 NUM_THREADS = 128
 MIN_TILES = 72  # of a shard: with fewer, its pixels are cut into parts
 
@@ -154,7 +154,7 @@ def weight_gradient(
 
     Images and gradient are channels-last; `how` is the stride and the padding, of lines and columns.
     """
-    from lockstep.backends.torch_convolution_kernels import add_parts
+    from lockstep.backends.torch_weight_gradient_kernels import add_parts
 
     num_out, num_in, *taps = shape
     tile_rows = 64 if num_out <= 64 else 128
