@@ -219,7 +219,7 @@ BREAKS = [
     Break(
         "nothing lost",
         "a file is written in place instead of renamed",
-        "report/runlog.py",
+        "core/files.py",
         'temporary = path.with_name(f"{PART}{path.name}")',
         "temporary = path",
         "tests/report/test_runlog.py tests/training/test_checkpoint.py",

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 import lockstep
-from lockstep.report import plots
+from lockstep.report import run_picture
 
 
 def test_a_run_ends_with_the_lines_of_the_text(make_result):
@@ -90,8 +90,8 @@ def test_a_result_draws_its_curves(make_result):
 def test_a_result_draws_what_curve_png_shows(tmp_path, few, monkeypatch):
     """Title, caption and the losses of single batches: one function draws both."""
     drawn = []
-    draw = plots.draw_curve
-    monkeypatch.setattr(plots, "draw_curve", lambda *given: (drawn.append(given), draw(*given)))
+    draw = run_picture.draw_curve
+    monkeypatch.setattr(run_picture, "draw_curve", lambda *given: (drawn.append(given), draw(*given)))
     settings = {"batch_size": 8, "num_epochs": 2, "data": str(few), "backend": "numpy", "log_every": 1}
     result = lockstep.train(2, **settings, out=tmp_path / "run", quiet=True)
     ((history, _, caption, steps),) = drawn

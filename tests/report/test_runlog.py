@@ -20,7 +20,7 @@ from safetensors.numpy import load, save
 
 from lockstep import __version__
 from lockstep.core.errors import ConfigError, RunError
-from lockstep.report import runlog
+from lockstep.report import plots, runlog
 from lockstep.report.events import EpochDone, RunDone, StepDone
 from lockstep.report.runlog import RunLog, check_folder, new_folder, read_run, read_weights, to_json, write_whole
 
@@ -320,6 +320,26 @@ def test_any_value_becomes_json(value):
 
     again = json.loads(to_json(value), parse_constant=no_constant)
     assert to_json(again) == to_json(value)
+
+
+@pytest.mark.parametrize("problem", [ValueError("Invalid bounding box."), OSError(errno.EIO, "Input/output error")])
+def test_a_picture_that_cannot_be_drawn_is_a_note_in_a_run_that_is_complete(
+    tmp_path, monkeypatch, make_started, make_result, problem
+):
+    def fails(*args, **kwargs):
+        raise problem
+
+    monkeypatch.setattr(plots.Picture, "savefig", fails)
+    log = RunLog(tmp_path)
+    log.claim()
+    log.write(make_started())
+    log.write(RunDone(make_result()))
+    assert names_in(tmp_path) == ["config.json", "metrics.jsonl", "result.json", "weights.safetensors"]
+    note = lines_in(tmp_path)[-2]
+    assert note["event"] == "note"
+    assert note["sentence"].startswith("curve.png could not be drawn: ")
+    assert f"lockstep report {tmp_path}" in note["sentence"]
+    assert json.loads((tmp_path / "result.json").read_text()) == make_result().summary()
 
 
 FULL = OSError(errno.ENOSPC, "No space left on device")

@@ -9,7 +9,8 @@ from lockstep.analysis.check import summary_of
 from lockstep.analysis.plan import Plan
 from lockstep.backends.hardware import cpu
 from lockstep.core.errors import ConfigError, RunError
-from lockstep.report.runlog import package_version, to_json, write_whole
+from lockstep.core.files import write_whole
+from lockstep.report.runlog import package_version, to_json
 
 
 def check_writable(path: Path) -> None:

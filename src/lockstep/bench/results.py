@@ -10,7 +10,8 @@ from typing import Any
 
 from lockstep import __version__
 from lockstep.backends import load_backend
-from lockstep.report.runlog import to_json, write_whole
+from lockstep.core.files import write_whole
+from lockstep.report.runlog import to_json
 
 RESULTS = Path("benchmarks/results")
 PACKAGES = ("numpy", "lightning-fabric", "lightning", "accelerate")

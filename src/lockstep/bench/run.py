@@ -11,9 +11,9 @@ from lockstep.bench.results import append_result, describe_run
 from lockstep.bench.tables import Table
 from lockstep.bench.workload import load_samples, workload_for
 from lockstep.core.errors import ConfigError, RunError
+from lockstep.core.files import write_whole
 from lockstep.core.registry import pick
 from lockstep.report.console import fetch_progress
-from lockstep.report.runlog import write_whole
 
 
 def run_bench(

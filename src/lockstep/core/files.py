@@ -1,9 +1,13 @@
-"""Files that are not trusted: regular ones are read, as much as expected; and their text is not shown as it is."""
+"""Files: written whole or not at all. Not trusted: regular ones are read, as much as expected, and shown with care."""
 
 import errno
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+PART = ".part-"  # a file's name begins with it while it is written
 
 
 def read_regular(path: Path, max_bytes: int) -> bytes:
@@ -42,3 +46,33 @@ def printable(text: str) -> str:
     'a\\\\x1b[2Jb'
     """
     return "".join(each if each.isprintable() or each in "\n\t" else repr(each)[1:-1] for each in text)
+
+
+def what_to_do(problem: OSError) -> str:
+    """What helps against an error of writing."""
+    if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "Free some space"
+    if problem.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
+        return "The folder was removed or renamed: put it back"
+    if problem.errno in (errno.EISDIR, errno.ENOTEMPTY, errno.ESPIPE):
+        return f"Remove what is in the place of a file: {problem.filename2 or problem.filename}"
+    return "Look for what fails on that disk" if problem.errno == errno.EIO else "Make it writable"
+
+
+def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
+    """Writes a file by `write(temporary path)`: it is at `path` complete, or not at all."""
+    temporary = path.with_name(f"{PART}{path.name}")
+    try:
+        temporary.unlink(missing_ok=True)  # of a run that was killed, or a link to somewhere else
+        write(temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # or the name may be lost with the power
+        finally:
+            os.close(folder)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -13,6 +13,7 @@ from lockstep.data.dataset import leaves_of, map_leaves
 
 ALIGNMENT = 256  # bytes: no kernel needs more
 MAX_FLOAT_BYTES = 1 << 30
+GATHERED_BYTES = 16 << 20  # of a batch: more are gathered shard by shard, so that they are not all there twice
 
 
 class ResidentData:
@@ -76,15 +77,16 @@ class StaticSamples:
         self._gathered: dict[int, Tensor] = {}  # by the id of the data that they are from
 
     def gather(self) -> None:
-        """Gathers all samples of the batch at once."""
+        """Gathers all samples of the batch at once, where they are small."""
         size = len(self.numbers)
-        self._gathered = {id(data): self._take(data, self.numbers, 0, size) for data in leaves_of(self._data)}
+        small = [data for data in leaves_of(self._data) if size * self._sample_bytes[id(data)] <= GATHERED_BYTES]
+        self._gathered = {id(data): self._take(data, self.numbers, 0, size) for data in small}
 
     def fetch(self, start: int, stop: int) -> tuple[Any, Any]:
-        """Some of the gathered samples. Unaligned slices are gathered again: kernels might give other bits for them."""
+        """Some of the samples. Unaligned slices are gathered again: kernels might give other bits for them."""
 
         def cut(data: Tensor) -> Tensor:
-            if start * self._sample_bytes[id(data)] % ALIGNMENT == 0:
+            if id(data) in self._gathered and start * self._sample_bytes[id(data)] % ALIGNMENT == 0:
                 return self._backend.chunk(self._gathered[id(data)], start, stop)
             return self._take(data, self._backend.chunk(self.numbers, start, stop), 0, stop - start)
 

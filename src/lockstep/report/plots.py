@@ -4,7 +4,7 @@ import io
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
@@ -76,13 +76,13 @@ class Times(NamedTuple):
 
 def draw_curve(
     history: list[EpochDone],
-    path: Path,
+    out: Path | BinaryIO,
     caption: Caption = NO_CAPTION,
     steps: Sequence[tuple[float, float]] = (),  # epoch (a fraction), loss of a batch
 ) -> None:
-    """The loss and the accuracy of a run against the epoch, written to `path` as PNG."""
+    """The loss and the accuracy of a run against the epoch, written as PNG."""
     figure = curve_figure(history, caption, steps)
-    figure.savefig(path, dpi=150, format="png")
+    figure.savefig(out, dpi=150, format="png")
 
 
 def curve_figure(

@@ -1,17 +1,29 @@
 """What the picture of a run says besides its curves: a title, a caption, and the losses of single batches."""
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from lockstep.core.errors import ConfigError
+from lockstep.core.errors import ConfigError, first_line
 from lockstep.core.files import printable
 from lockstep.report.events import EpochDone, Result, RunStarted
-from lockstep.report.plots import Caption, curve_figure
+from lockstep.report.plots import Caption, curve_figure, draw_curve
 from lockstep.report.result_tables import device_names
 from lockstep.report.run_files import read_recorded
+
+
+def curve_png(folder: Path, started: RunStarted | None, history: list[EpochDone]) -> tuple[bytes, str]:
+    """The picture of a run as PNG, or why there is none: a run is complete without it."""
+    out = io.BytesIO()
+    try:
+        draw_curve(history, out, caption_of(started, history), steps_of(folder))
+    except Exception as problem:  # of the library that draws, which also reads files
+        why = first_line(problem)
+        return b"", f"curve.png could not be drawn: {why}. `lockstep report {folder}` has the same curves."
+    return out.getvalue(), ""
 
 
 def caption_of(started: RunStarted | None, history: list[EpochDone]) -> Caption:

@@ -13,7 +13,7 @@ import os
 import platform
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from importlib import import_module
 from itertools import chain, count
@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from lockstep.core.errors import ConfigError, RunError
-from lockstep.core.files import read_regular
+from lockstep.core.files import PART, read_regular, what_to_do, write_whole
 from lockstep.core.interrupts import undone_when_terminated
 from lockstep.core.layout import Array
 from lockstep.core.torchrun_env import prints_result
@@ -32,7 +32,6 @@ from lockstep.report.events import EpochDone, Event, Incident, RunDone, RunStart
 from lockstep.report.step_sampling import StepSampling
 
 MAX_JSON_BYTES = 1 << 20
-PART = ".part-"  # a file's name begins with it while it is written
 OWN_FILES = ("config.json", "metrics.jsonl", "result.json", "weights.safetensors", "checkpoints")
 LOCK_SECONDS = 10.0  # to wait for the processes of a run that was killed
 
@@ -122,14 +121,16 @@ class RunLog:
             raise RunError(f"{self.folder} cannot be written to: {why}.") from problem
 
     def _weights_and_curve(self, weights: dict[str, Array], history: list[EpochDone]) -> None:
-        from lockstep.report.plots import draw_curve  # matplotlib takes half a second to load: at the end, not before
-        from lockstep.report.run_picture import caption_of, steps_of
+        from lockstep.report.run_picture import curve_png  # matplotlib takes half a second to load: now, not before
 
         if weights:  # none where no epoch was finished since the run was resumed
             write_whole(self.folder / "weights.safetensors", lambda path: path.write_bytes(save(weights)))
         if history:
-            caption, steps = caption_of(self._started, history), steps_of(self.folder)
-            write_whole(self.folder / "curve.png", lambda path: draw_curve(history, path, caption, steps))
+            picture, problem = curve_png(self.folder, self._started, history)
+            if picture:
+                write_whole(self.folder / "curve.png", lambda path: path.write_bytes(picture))
+            else:
+                self._line("note", {"sentence": problem})
 
     def _text(self, name: str, content: str) -> None:
         write_whole(self.folder / name, lambda path: path.write_text(content + "\n", encoding="utf-8"))
@@ -267,33 +268,3 @@ def plain(value: Any) -> Any:
         case Path():
             return str(value)
     return value
-
-
-def what_to_do(problem: OSError) -> str:
-    """What helps against an error of writing."""
-    if problem.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "Free some space"
-    if problem.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
-        return "The folder was removed or renamed: put it back"
-    if problem.errno in (errno.EISDIR, errno.ENOTEMPTY, errno.ESPIPE):
-        return f"Remove what is in the place of a file: {problem.filename2 or problem.filename}"
-    return "Look for what fails on that disk" if problem.errno == errno.EIO else "Make it writable"
-
-
-def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
-    """Writes a file by `write(temporary path)`: it is at `path` complete, or not at all."""
-    temporary = path.with_name(f"{PART}{path.name}")
-    try:
-        temporary.unlink(missing_ok=True)  # of a run that was killed, or a link to somewhere else
-        write(temporary)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # or the name may be lost with the power
-        finally:
-            os.close(folder)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

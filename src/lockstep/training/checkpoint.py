@@ -20,12 +20,11 @@ from lockstep.core.device import Device
 from lockstep.core.entry_points import is_entry_point
 from lockstep.core.errors import ConfigError, RunError
 from lockstep.core.exact_sum import partial_sums
-from lockstep.core.files import read_regular
+from lockstep.core.files import read_regular, what_to_do, write_whole
 from lockstep.core.layout import Array
 from lockstep.core.serialization import CorruptData, NotSerializable, pack, unpack
 from lockstep.core.settings import IDENTITY
 from lockstep.report.events import EpochDone
-from lockstep.report.runlog import what_to_do, write_whole
 from lockstep.training.task import Task
 
 NUM_KEPT = 1 << 14  # losses of shards: a checkpoint must not grow with the length of an epoch

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.config import field_of
 from lockstep.core.errors import RunError
+from lockstep.core.files import write_whole
 from lockstep.core.settings import option_of
 from lockstep.report.events import Result
 from lockstep.report.result_tables import html_table, listed_devices, narrowed
-from lockstep.report.runlog import write_whole
 from lockstep.training.compared_rows import OWN_COLUMNS, Labels, Row, grouped, joined
 from lockstep.training.findings import Findings, best_rows, is_same_task
 from lockstep.training.time_to_target import Reached, Target, final_value, reached, target_of, value_of

@@ -11,11 +11,11 @@ import numpy as np
 
 from lockstep.config import RunConfig
 from lockstep.core.errors import Interrupted, PeerFailure, RunError
+from lockstep.core.files import what_to_do
 from lockstep.core.serialization import CorruptData, pack, unpack
 from lockstep.replicas.replica import ReplicaState
 from lockstep.report.events import EpochDone, Incident, Result
 from lockstep.report.notebook import in_notebook, shown_here
-from lockstep.report.runlog import what_to_do
 from lockstep.report.sinks import Sink, Sinks
 from lockstep.runtime.engine import Engine
 from lockstep.runtime.launch.supervisor import Supervisor, WorkerFailed

@@ -9,11 +9,10 @@ from typing import Any
 from lockstep.config import RunConfig, settings_in
 from lockstep.core.entry_points import is_entry_point
 from lockstep.core.errors import ConfigError, LockstepError
-from lockstep.core.files import printable
+from lockstep.core.files import printable, write_whole
 from lockstep.core.settings import flag_of
 from lockstep.report.page import Setting, render_page
 from lockstep.report.run_files import RecordedRun, read_recorded
-from lockstep.report.runlog import write_whole
 
 NOT_REPEATED = ("out", "data_dir")  # where the files are is not part of the run
 

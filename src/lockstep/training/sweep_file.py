@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 from lockstep.backends import devices_for, load_backend
 from lockstep.config import RunConfig, check_ranks, field_of, settings_in
 from lockstep.core.errors import ConfigError
+from lockstep.core.files import write_whole
 from lockstep.core.plain_types import fits
 from lockstep.core.settings import flag_of
-from lockstep.report.runlog import read_settings_file, to_json, write_whole
+from lockstep.report.runlog import read_settings_file, to_json
 
 NAME = "compare.json"
 Values = str | int | float | Iterable[Any]  # one value, a list, or values with commas

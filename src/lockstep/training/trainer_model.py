@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from lockstep.config import RunConfig, settings_in
 from lockstep.core.errors import ConfigError, RunError
-from lockstep.core.files import read_regular
+from lockstep.core.files import read_regular, what_to_do, write_whole
 from lockstep.core.serialization import CorruptData
 from lockstep.core.settings import IDENTITY
 from lockstep.data.given_batch import inputs_of
@@ -16,7 +16,6 @@ from lockstep.partition.placement import Placement
 from lockstep.replicas.module_state import arrays_of
 from lockstep.replicas.train_spec import TrainSpec
 from lockstep.replicas.trainer_replica import TrainerReplica
-from lockstep.report.runlog import what_to_do, write_whole
 from lockstep.training.checkpoint import Checkpoint, unpacked
 from lockstep.training.module_split import make_replica, split_module, unsliced
 from lockstep.training.sliced_weights import Arrays
