@@ -65,7 +65,7 @@ class FakeCapture:
         yield
 
     @staticmethod
-    def side_stream(number):
+    def side_stream(number, num_shards=1):
         return nullcontext()
 
     @staticmethod

@@ -113,8 +113,8 @@ class GraphCapture(Protocol):
     def fork(self) -> AbstractContextManager[None]:
         """Within it, `side_stream` may be used; on exit the main stream waits for all side streams."""
 
-    def side_stream(self, number: int) -> AbstractContextManager[None]:
-        """Within it, kernels are launched on a side stream, and run in parallel with those of other numbers."""
+    def side_stream(self, number: int, num_shards: int = 1) -> AbstractContextManager[None]:
+        """Within it, kernels for so many shards are launched, and run in parallel with those of other numbers."""
 
     def serialize_streams(self) -> bool:
         """Use one side stream for everything from now on, which takes less memory; False if that is so already."""

@@ -12,8 +12,9 @@ from lockstep.core.errors import CaptureError, first_line
 
 NUM_SLOTS = 64  # copies to the host at the same time; more than there are steps in flight
 NUM_STREAMS = 16  # for shards side by side
-SIDE_BY_SIDE_BYTES = 2 << 30  # shards that would take more memory together go a few at a time
+SIDE_BY_SIDE_BYTES = 2 << 30  # shards that would take more memory side by side go a few at a time
 NUM_LARGE = 2  # so many: a GPU is busy with two
+GROUPS_SHARE = 1 / 8  # of a GPU's memory, for groups of shards: they have small kernels, which want more company
 
 
 class HostCopy:
@@ -28,25 +29,6 @@ class HostCopy:
         """The numbers; waits for them."""
         self._event.synchronize()
         return [float(number) for number in self._slot.tolist()]
-
-
-class PeakMemory:
-    """While it is entered, sees how much memory of a GPU is taken at most; 0 on a CPU."""
-
-    num_bytes = 0
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def __enter__(self) -> "PeakMemory":
-        if self._device.type == "cuda":
-            self._before = torch.cuda.memory_allocated(self._device)
-            torch.cuda.reset_peak_memory_stats(self._device)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._device.type == "cuda":
-            self.num_bytes = torch.cuda.max_memory_allocated(self._device) - self._before
 
 
 @cache  # one for the process and rank: cuBLAS keeps a workspace for every stream
@@ -64,17 +46,20 @@ def _fused_kernel(brackets: str, num_vectors: int) -> Any:
 class WarmUp:
     """What is learned from a step whose shards are computed one after the other."""
 
-    def __init__(self) -> None:
-        self.num_shards, self.bytes_of_shard = 0, 0
+    def __init__(self, total_bytes: int) -> None:
+        self._total_bytes = total_bytes  # of the GPU's memory
+        self._num_groups, self._bytes_of_group, self._max_shards = 0, 0, 1
 
-    def add(self, reserved: int) -> None:
-        """A shard was computed, for which so much memory was reserved; later ones use that of the first again."""
-        self.num_shards, self.bytes_of_shard = self.num_shards + 1, max(self.bytes_of_shard, reserved)
+    def add(self, reserved: int, num_shards: int) -> None:
+        """So many shards were computed together, and so much memory was reserved; later ones use it again."""
+        self._num_groups, self._bytes_of_group = self._num_groups + 1, max(self._bytes_of_group, reserved)
+        self._max_shards = max(self._max_shards, num_shards)
 
     def num_streams(self) -> int:
-        """Streams for all shards, or for as many (2, 4 or 8) as take no more memory than that; two at least."""
-        number = NUM_STREAMS
-        while number > NUM_LARGE and min(number, self.num_shards) * self.bytes_of_shard > SIDE_BY_SIDE_BYTES:
+        """Streams for all of them, or for as many (2, 4 or 8) as take no more memory than that; two at least."""
+        number, share = NUM_STREAMS, int(GROUPS_SHARE * self._total_bytes)
+        limit = SIDE_BY_SIDE_BYTES if self._max_shards == 1 else max(SIDE_BY_SIDE_BYTES, share)
+        while number > NUM_LARGE and min(number, self._num_groups) * self._bytes_of_group > limit:
             number //= 2
         return number
 
@@ -113,7 +98,7 @@ class TorchGraphCapture:
                 self._main.wait_stream(self._side(side))
 
     @contextmanager
-    def side_stream(self, number: int) -> Iterator[None]:
+    def side_stream(self, number: int, num_shards: int = 1) -> Iterator[None]:
         side = 0 if self._warm_up is not None else number % self._num_streams
         assert self._start is not None, "within fork"
         if side not in self._used:
@@ -123,7 +108,7 @@ class TorchGraphCapture:
         with torch.cuda.stream(self._side(side)):
             yield
         if self._warm_up is not None:
-            self._warm_up.add(torch.cuda.memory_reserved(self._device) - before)
+            self._warm_up.add(torch.cuda.memory_reserved(self._device) - before, num_shards)
 
     def _side(self, number: int) -> torch.cuda.Stream:
         """The first is the main stream: what comes after the shards is in the memory that these have left."""
@@ -144,7 +129,7 @@ class TorchGraphCapture:
     ) -> tuple[Callable[[], None], Any]:
         if warms_up:  # first use loads modules and compiles kernels, which cannot be captured
             torch.cuda.empty_cache()  # so that what a shard takes can be seen
-            self._warm_up = WarmUp()
+            self._warm_up = WarmUp(torch.cuda.get_device_properties(self._device).total_memory)
             try:
                 run()
             finally:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from lockstep.backends import Pieces, flat
 from lockstep.backends.torch import is_capturing, plain_errors
-from lockstep.backends.torch_capture import PeakMemory
 from lockstep.core.errors import CaptureError
 from lockstep.core.random import shard_seed
 from lockstep.core.tracing import SpanName, span
@@ -20,7 +19,7 @@ from lockstep.replicas.half_weights import CastCounter, HalfWeights
 from lockstep.replicas.module import ModuleReplica
 from lockstep.replicas.replica import AllGatherTensors, Capturable, Leaf, Shard
 from lockstep.replicas.shard_module import ShardModule
-from lockstep.replicas.shards_together import Samples, number_together, stacked_samples
+from lockstep.replicas.shards_together import Samples, is_same, is_worth_it, stacked_samples
 
 
 class CapturableModuleReplica(ModuleReplica, Capturable):
@@ -37,7 +36,7 @@ class CapturableModuleReplica(ModuleReplica, Capturable):
         if not self._is_captured:
             self._clones: dict[int, ShardModule] = {}  # by the number of the shard
             self._groups: dict[tuple[int, ...], ShardModule] = {}  # by the numbers of shards that go together
-            self._num_together: dict[int, int] = {}  # by the samples of a shard
+            self._go_together: dict[int, bool] = {}  # by the samples of a shard
             self._halves: HalfWeights | None = None  # not known yet
         elif self._halves is not None:
             self._halves.refresh()
@@ -73,26 +72,25 @@ class CapturableModuleReplica(ModuleReplica, Capturable):
             return self._leaves_together(shards, stacked_samples(shards))
         return [self._captured_leaf(shard) for shard in shards]
 
-    def num_together(self, shards: list[Shard]) -> int:
+    def go_together(self, shards: list[Shard]) -> bool:
         size = shards[0].num_samples
-        if not self._spec.channels_last or self._spec.compiles or len(shards) < 2:
-            return 1  # only images have kernels for several shards
-        if size not in self._num_together:
-            self._num_together[size] = self._tried_together(shards[:2])
-        return self._num_together[size]
+        if not self._spec.channels_last or self._spec.compiles:
+            return False  # only images have kernels for several shards
+        if size not in self._go_together:
+            self._go_together[size] = self._try_together(shards)
+        return self._go_together[size]
 
-    def _tried_together(self, shards: list[Shard]) -> int:
-        """As many as memory allows, if these shards have the same bits together as one by one."""
-        with PeakMemory(self._device) as peak:
-            alone = [self._captured_leaf(shard) for shard in shards]
+    def _try_together(self, shards: list[Shard]) -> bool:
+        """Whether these shards have the same bits together as one by one, and most launches are for all of them."""
+        alone = [self._captured_leaf(shard) for shard in shards]
         if any(self._clones[shard.number].random.has_drawn for shard in shards):
-            return 1
+            return False
         try:
             samples = stacked_samples(shards)
             together = self._leaves_together(shards, samples)
         except Exception:  # a model may do anything with its tensors: then it is computed shard by shard
-            return 1
-        return number_together(alone, together, samples.launches, peak.num_bytes)
+            return False
+        return is_worth_it(samples.launches) and all(map(is_same, alone, together))
 
     def _leaves_together(self, shards: list[Shard], samples: Samples) -> list[Leaf]:
         """The leaves of shards of one size, from a clone that computes all of them at once."""

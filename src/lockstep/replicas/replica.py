@@ -194,9 +194,9 @@ class Capturable(Protocol):
         """The framework's random number generators that its shards draw from in a replay."""
         return []
 
-    def num_together(self, shards: list[Shard]) -> int:
-        """How many of these shards of one size go through the model at once, with the bits that each has alone."""
-        return 1
+    def go_together(self, shards: list[Shard]) -> bool:
+        """Whether shards of this size can be given to `forward_backward` at once, with the bits that each has alone."""
+        return False
 
     def update_is_static(self, step: int) -> bool:
         """Whether an update that is captured now can be replayed in all later steps."""

@@ -47,7 +47,7 @@ class RunningStats:
         for number, ((norm, name), buffer, (view, layer)) in enumerate(zip(found, buffers, pieces, strict=True)):
             view.copy_(buffer)
             layer.fill_(number // 2)
-            norm._buffers[name] = view.view(buffer.shape)
+            norm._buffers[name] = view.view(buffer.shape).data  # with a count of its own of what is written to it
         for number, norm in enumerate(norms):
             if isinstance(norm, BATCH_NORM):
                 norm._buffers["num_batches_tracked"] = self._counts[number]

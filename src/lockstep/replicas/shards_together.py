@@ -10,8 +10,6 @@ from lockstep.backends import flat
 from lockstep.backends.torch_stacked import CannotStack, Launches, StackedTensor
 from lockstep.replicas.replica import Leaf, Shard
 
-MAX_TOGETHER = 8  # shards: more do not make kernels much faster
-TOGETHER_BYTES = 8 << 30  # of all that they hold at a time
 MIN_SHARE = 3  # launches for all shards to one that is repeated for each: else they are faster side by side
 
 
@@ -38,14 +36,13 @@ def stacked_samples(shards: list[Shard]) -> Samples:
     return Samples(X, y, launches)
 
 
-def number_together(alone: list[Leaf], together: list[Leaf], launches: Launches, num_bytes: int) -> int:
-    """How many shards to compute together, where each takes `num_bytes`; 1 if bits differ, or little is gained."""
-    if launches.together < MIN_SHARE * launches.repeated or not all(map(_is_same, alone, together)):
-        return 1
-    return max(2, min(MAX_TOGETHER, TOGETHER_BYTES // max(num_bytes, 1)))
+def is_worth_it(launches: Launches) -> bool:
+    """Whether most of what was computed was computed for all shards at once."""
+    return launches.together >= MIN_SHARE * launches.repeated
 
 
-def _is_same(one: Leaf, other: Leaf) -> bool:
+def is_same(one: Leaf, other: Leaf) -> bool:
+    """Whether two leaves have the same bits."""
     buffers = one.buffers or {}, other.buffers or {}
     pairs = [(flat(one.gradient), flat(other.gradient)), (one.loss, other.loss)]
     pairs += [(buffers[0][name], buffers[1].get(name)) for name in buffers[0]]

@@ -224,7 +224,8 @@ class CapturedSteps:
         """All groups of shards side by side, each on a stream of its own; then what depends on them."""
         with self._capture.fork():
             for number, (rank, group) in enumerate(groups):
-                with self._capture.side_stream(number), self._errors_of(rank, "forward and backward"):
+                stream = self._capture.side_stream(number, len(group))
+                with stream, self._errors_of(rank, "forward and backward"):
                     interpreters[rank].execute(ForwardBackward(group))
         for rank, instruction in order:
             if not isinstance(instruction, ForwardBackward):

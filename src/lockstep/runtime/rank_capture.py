@@ -122,7 +122,7 @@ class RankCapture:
             static.gather()
             with self._graph.fork():
                 for number, group in enumerate(groups):
-                    with self._graph.side_stream(number):
+                    with self._graph.side_stream(number, len(group)):
                         interpreter.execute(ForwardBackward(group))
             interpreter.add_own()
             return interpreter.all_held()

@@ -6,6 +6,10 @@ from itertools import groupby
 from lockstep.replicas.replica import CapturableReplica, Shard
 from lockstep.runtime.engine import StepInput
 
+# Kernels of one group fill the gaps of another. Eight shards of ResNet-18 (tf32, H200) take 8.2 ms in one group, 7.5 in
+# two and 7.1 in four; those of ResNet-50 (bf16) 48.8, 46.3 and 45.9.
+NUM_GROUPS, MIN_SHARDS = 4, 2
+
 
 def shard_groups(work: StepInput, replica: CapturableReplica, rank: int, own: Sequence[int]) -> list[range]:
     """A rank's shards, in groups that its replica computes at once; the samples must be there."""
@@ -20,9 +24,13 @@ def _of_one_size(work: StepInput, own: Sequence[int]) -> Iterator[range]:
 
 
 def _groups(work: StepInput, replica: CapturableReplica, rank: int, same: range) -> list[range]:
-    shards = []
-    for number in same[:2]:
-        samples = work.shards[number]
-        shards.append(Shard(number, len(samples), *work.batch.fetch(rank, samples.start, samples.stop)))
-    together = min(replica.num_together(shards), -(-len(same) // 2))  # one group fills the gaps of the other
-    return [same[start : start + together] for start in range(0, len(same), together)]
+    size = 1
+    if len(same) >= MIN_SHARDS:
+        shards = [_fetch(work, rank, number) for number in same[:MIN_SHARDS]]
+        size = max(MIN_SHARDS, -(-len(same) // NUM_GROUPS)) if replica.go_together(shards) else 1
+    return [same[start : start + size] for start in range(0, len(same), size)]
+
+
+def _fetch(work: StepInput, rank: int, number: int) -> Shard:
+    samples = work.shards[number]
+    return Shard(number, len(samples), *work.batch.fetch(rank, samples.start, samples.stop))
