@@ -7,10 +7,12 @@ import torch
 from torch import nn
 
 import lockstep
+from lockstep.backends.torch_attention import can_replace
 from lockstep.core.errors import OutOfMemory, RankError
 from lockstep.models.lenet_bn import LeNetBN
 from lockstep.models.resnet18 import ResNet18
 from lockstep.models.transformer import Transformer
+from lockstep.replicas.module_capture import CapturableModuleReplica
 
 pytestmark = [
     pytest.mark.cuda,
@@ -69,6 +71,26 @@ def test_logical_devices_of_one_gpu_give_the_same_bits(case, settings):
     assert len({result.buffers_sha256 for result in results}) == 1
     assert len({str(result.metrics) for result in results}) == 1
     assert results[0].peak_memory["cuda:0"] > 1e6
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and not can_replace(), reason="convolutions are cuDNN's on this GPU")
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+def test_shards_that_go_together_have_the_bits_that_they_have_alone(precision, monkeypatch):
+    groups, compute = [], CapturableModuleReplica._leaves_together
+
+    def noted(self, shards, samples):
+        groups.append(len(shards))
+        return compute(self, shards, samples)
+
+    monkeypatch.setattr(CapturableModuleReplica, "_leaves_together", noted)
+    make, data = CASES["resnet18"]
+    torch.manual_seed(1)
+    how = {"model": make(), "data": (data, data), "batch_size": 66, "epochs": 2, "momentum": 0.9, "lr": 0.02}
+    modes = [{"devices": "cuda:0"}, {"devices": "cuda:0,cuda:0"}, {"devices": "cuda:0", "capture": False}]
+    results = [lockstep.train(**how, precision=precision, quiet=True, **mode) for mode in modes]
+    assert groups.count(2) > 8  # they were not only tried
+    assert len({result.weights_sha256 for result in results}) == 1
+    assert len({result.buffers_sha256 for result in results}) == 1
 
 
 def test_out_of_memory_names_a_number_of_shards_that_fits():
