@@ -135,6 +135,7 @@ class Squares(torch.utils.data.Dataset):
         return torch.rand(6, generator=draw), number % 3
 
 
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # of JAX, which another test may have imported
 def test_loaded_samples_are_captured_and_give_the_bits_of_eager_steps(capsys):
     def train(**how):
         torch.manual_seed(1)

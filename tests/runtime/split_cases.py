@@ -21,13 +21,14 @@ def transformer():
     return Transformer(num_tokens=32, length=12, width=32, num_heads=2, num_blocks=3, dropout=0.2)
 
 
+LARGE = {"model": "resnet18", "data": LARGER_IMAGES, "batch_size": 32, "epochs": 1}
 CASES = {
     "sequential": {"model": sequential, "data": IMAGES, "optimizer": "adamw", "lr": 0.01, "batch_size": 28},
     "residual": {"model": Residual, "data": IMAGES, "momentum": 0.9, "clip_norm": 0.05, "batch_size": 28},
     "skip": {"model": Skip, "data": VECTORS, "momentum": 0.9, "batch_size": 28},
     "lenet": {"model": "lenet", "data": "fashion-mnist-mini", "momentum": 0.9, "lr": 0.1, "batch_size": 250},
-    "resnet18": {"model": "resnet18", "data": LARGER_IMAGES, "optimizer": "adamw", "lr": 1e-3, "batch_size": 32},
-    "resnet18-bf16": {"model": "resnet18", "data": LARGER_IMAGES, "lr": 0.01, "batch_size": 32, "precision": "bf16"},
+    "resnet18": {**LARGE, "optimizer": "adamw", "lr": 1e-3},
+    "resnet18-bf16": {**LARGE, "lr": 0.01, "precision": "bf16"},
     "transformer": {"model": transformer, "data": TOKENS, "optimizer": "adamw", "lr": 1e-3, "batch_size": 32},
 }  # fmt: skip
 WHOLE = [
@@ -54,14 +55,14 @@ def num_devices(split):
 
 def trained(case, split="data=1", device="cuda:0", **how):
     """Hashes and accuracy of a run on one device that is listed as often as the split needs it."""
-    settings = dict(CASES[case])
+    settings = {"epochs": 2, **CASES[case]}
     if callable(settings["model"]):
         settings["model"] = seeded(settings["model"])
     if not isinstance(settings["data"], str):
         settings["data"] = settings["data"], settings["data"]
     devices = ",".join([device] * num_devices(split)) if device.startswith("cuda") else num_devices(split)
     result = lockstep.train(
-        devices=devices, split=split, epochs=2, shards=4, checkpoint_every=0, quiet=True, timeout=60.0,
+        devices=devices, split=split, shards=4, checkpoint_every=0, quiet=True, timeout=60.0,
         **settings, **how,
     )  # fmt: skip
     return [result.weights_sha256, result.buffers_sha256, result.test_accuracy]

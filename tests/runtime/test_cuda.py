@@ -10,6 +10,7 @@ from lockstep.config import RunConfig
 from lockstep.core.device import Device
 from lockstep.runtime.inprocess import InProcess
 from lockstep.training.run import run
+from lockstep.training.sweep_file import Sweep
 
 pytestmark = [
     pytest.mark.cuda,
@@ -107,9 +108,7 @@ def test_a_users_tf32_setting_does_not_reach_the_run():
 
 
 def test_a_grid_stays_on_one_kind_of_device():
-    from lockstep.training.sweep import make_sweep
-
     base = RunConfig(data="fashion-mnist-mini", num_epochs=1)
     too_many = torch.cuda.device_count() + 1
-    grid = make_sweep(base, {"devices": f"1,{too_many}", "batch_size": 256})
-    assert all(str(config.devices).startswith("cuda:0") for config in grid)
+    runs = Sweep(base, {"devices": f"1,{too_many}", "batch_size": 256}).runs()
+    assert all(str(config.devices).startswith("cuda:0") for config in runs)
