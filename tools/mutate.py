@@ -42,6 +42,22 @@ class Break(NamedTuple):
 BREAKS = [
     Break(
         "same bits",
+        "shards go through a model together although it gives them other bits",
+        "replicas/module_capture.py",
+        "return is_worth_it(samples.launches) and all(map(is_same, alone, together))",
+        "return is_worth_it(samples.launches)",
+        "tests/runtime/test_shards_together.py -k one_by_one",
+    ),
+    Break(
+        "same bits",
+        "all shards of a group have the statistics of the first",
+        "replicas/module_capture.py",
+        "buffers = {name: update[number] for name, update in updates.items()}",
+        "buffers = {name: update[0] for name, update in updates.items()}",
+        "tests/runtime/test_shards_together.py -k that_they_have_alone",
+    ),
+    Break(
+        "same bits",
         "the tree is cut in the middle instead of at a power of two",
         "schedules/reduction_tree.py",
         "left = 1 << ((node.num_leaves - 1).bit_length() - 1)",

@@ -64,7 +64,7 @@ def test_shards_together_have_the_bits_that_they_have_alone(request, groups, kin
     capture = request.getfixturevalue(kind)
     assert_same_run(model=Residual, momentum=0.9, devices=devices)
     assert set(groups) == {2}
-    assert capture.num_replayed
+    assert len(groups) >= capture.num_replayed  # not only once, when they were tried
 
 
 def test_many_shards_are_four_groups(capture, groups):
