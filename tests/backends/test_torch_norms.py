@@ -1,10 +1,13 @@
-"""Our kernels of norm layers leave alone what is being compiled; `test_cuda_kernels.py` has what they compute."""
+"""Our kernels leave alone what is being compiled or transformed; `test_cuda_kernels.py` has what they compute."""
+
+from contextlib import ExitStack
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lockstep.backends import torch_attention, torch_batch_norm, torch_layer_norm
+from lockstep.backends import torch_attention, torch_batch_norm, torch_convolution, torch_layer_norm
+from lockstep.backends.torch_stacked import StackedTensor
 
 
 def layer_norm_fits():
@@ -29,8 +32,59 @@ def test_tensors_without_memory_are_left_to_the_compiler(monkeypatch, module, do
         assert do_fit()
 
 
+PATCHED = [torch_layer_norm.fast_layer_norm, torch_batch_norm.fast_batch_norm, torch_convolution.fast_convolutions]
+
+
+@pytest.fixture
+def patched(monkeypatch):
+    """PyTorch's functions as they are during a run on a GPU."""
+    with ExitStack() as undo:
+        for function in PATCHED:
+            monkeypatch.setattr(f"{function.__module__}.can_replace", lambda: True)
+            undo.enter_context(function())
+        yield
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = torch.nn.Conv2d(3, 4, 3, padding="same"), torch.nn.BatchNorm2d(4)
+        self.rows = torch.nn.LayerNorm(8)
+
+    def forward(self, X):
+        return self.rows(self.norm(self.conv(X)))
+
+
+def test_a_compiler_sees_pytorchs_own_functions_in_one_graph(patched):
+    graphs = []
+
+    def note(graph, inputs):
+        graphs.append({node.target for node in graph.graph.nodes if node.op == "call_function"})
+        return graph
+
+    net, X = Net(), torch.randn(2, 3, 8, 8)
+    with torch.no_grad():
+        expected = net.eval()(X)
+        assert torch.equal(torch.compile(net, backend=note, fullgraph=True)(X), expected)
+    assert len(graphs) == 1
+
+
+def test_layer_norm_of_several_shards_is_that_of_each(patched):
+    stack, norm = torch.randn(3, 4, 8), torch.nn.LayerNorm(8)
+    found = norm(StackedTensor(stack))
+    (gradient,) = torch.autograd.grad(found.sum(), [norm.weight], StackedTensor(torch.ones(3)))
+    for shard, rows in enumerate(stack):
+        alone = norm(rows)
+        assert torch.equal(found.stack[shard], alone)
+        assert torch.equal(gradient.stack[shard], torch.autograd.grad(alone.sum(), [norm.weight])[0])
+
+
 def test_what_has_memory():
     assert torch_attention.has_memory(torch.ones(1))
     assert torch_attention.has_memory(torch.nn.Parameter(torch.ones(1)))
     with FakeTensorMode():
         assert not torch_attention.has_memory(torch.ones(1))
+    seen = []
+    torch.func.vmap(lambda x: seen.append(torch_attention.has_memory(x)) or x)(torch.ones(2, 3))
+    torch.func.grad(lambda x: seen.append(torch_attention.has_memory(x)) or x.sum())(torch.ones(2, 3))
+    assert seen == [False, False]

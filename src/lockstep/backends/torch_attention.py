@@ -33,8 +33,13 @@ def can_replace() -> bool:
 
 
 def has_memory(tensor: Any) -> bool:
-    """Whether a kernel can be given it. Code that is being compiled is traced with tensors that are only described."""
-    return type(tensor) in (Tensor, torch.nn.Parameter)
+    """Whether a kernel can be given it.
+
+    Code that is being compiled is traced with tensors that are only described, and within `torch.func` a tensor may
+    stand for several, or for one with a tangent.
+    """
+    is_plain = type(tensor) in (Tensor, torch.nn.Parameter)
+    return is_plain and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 @contextmanager

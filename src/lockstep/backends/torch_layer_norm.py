@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.backends.torch_attention import can_replace, has_memory
-from lockstep.backends.torch_stacked import per_shard
+from lockstep.backends.torch_stacked import StackedTensor, per_shard
 
 TYPES = torch.bfloat16, torch.float16, torch.float32  # autocast makes all of them float32
 MIN_ROWS, MAX_WIDTH = 256, 8192
@@ -25,8 +25,9 @@ def fast_layer_norm() -> Iterator[None]:
         return
     original = torch.layer_norm
 
-    @per_shard
     def layer_norm(*args: Any, **kwargs: Any) -> Tensor:
+        if not torch.compiler.is_compiling() and args and isinstance(args[0], StackedTensor):
+            return per_shard(layer_norm)(*args, **kwargs)
         if kwargs or len(args) != 6 or not fits(*args[:4]):
             return original(*args, **kwargs)
         rows, _, weight, bias, eps, _ = args
