@@ -24,14 +24,14 @@ def images_last(*shape, **how):
     return torch.randn(*shape, **how).contiguous(memory_format=torch.channels_last)
 
 
-def fit(images=(8, 64, 9, 9), kernel=(64, 64, 3, 3), padding=(1, 1), precision="tf32", bias=None, **how):
+def fit(images=(8, 64, 9, 9), kernel=(64, 64, 3, 3), moves=((1, 1), (1, 1)), precision="tf32", bias=None, **how):
     torch.backends.cudnn.conv.fp32_precision, before = precision, torch.backends.cudnn.conv.fp32_precision
     try:
         with FakeTensorMode():
             how |= {"device": "cuda", "memory_format": torch.channels_last}
             X, weight = torch.empty(images, **how), torch.empty(kernel, **how)
             bias = None if bias is None else torch.empty(bias, device="cuda")
-            return torch_convolution.fits(X, weight, bias, padding)
+            return torch_convolution.fits(X, weight, bias, moves)
     finally:
         torch.backends.cudnn.conv.fp32_precision = before
 
@@ -46,8 +46,12 @@ def test_what_our_kernels_are_for(monkeypatch):
     assert not fit(images=(65, 64, 9, 9))  # so many fill a GPU
     assert not fit(images=(8, 3, 9, 9), kernel=(64, 3, 3, 3))
     assert not fit(kernel=(48, 64, 3, 3))
-    assert not fit(padding="same")
-    assert not fit(images=(8, 64, 1, 1), padding=(0, 0))  # smaller than the kernel: PyTorch says so
+    assert not fit(moves=((1, 1), "same"))
+    for moves in (((0, 1), (1, 1)), ((1, 1), (-1, 1)), ((1, 1), (0, 0))):  # PyTorch says what is wrong
+        assert not fit(images=(8, 64, 2, 2), moves=moves)
+    assert not fit(bias=32)
+    assert not fit(images=(8, 64, 5000, 9))
+    assert not fit(images=(64, 64, 256, 256))  # places in eight such shards have more than 31 bits
     assert not fit(dtype=torch.float64)
     assert not fit(dtype=torch.bfloat16, bias=64)  # of two types
 
@@ -116,7 +120,8 @@ def test_a_shard_has_the_same_bits_alone_and_beside_others(session, shape, preci
 def test_outputs_and_gradients_are_those_of_double_precision(session, shape, precision):
     shards = Shards(shape, precision)
     images, gradient = shards.images[0], shards.gradients[0]
-    assert torch_convolution.fits(images, shards.weight, shards.bias, torch_convolution._pair(shape[-1]))
+    moves = [torch_convolution._pair(each) for each in shape[-2:]]
+    assert torch_convolution.fits(images, shards.weight, shards.bias, moves)
     found = shards.of(images, gradient)
     for own, exact in zip(found, shards.of(images, gradient, torch.float64), strict=True):
         assert own.shape == exact.shape

@@ -5,6 +5,7 @@ pixels do not fill a GPU. Ours give a shard the same bits alone and beside other
 together (`torch_stacked.py`).
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -18,8 +19,8 @@ from lockstep.backends.torch_stacked import StackedTensor, joined, num_shards_of
 from lockstep.backends.torch_weight_gradient_tf32 import can_multiply, weight_gradient
 
 MAX_IMAGES = 64  # of a shard: more of them fill a GPU by themselves, and cuDNN's kernels are faster
-MAX_NUMBERS = 1 << 27  # of a shard's images: those of all shards have numbers of 32 bits
-MAX_LINES = 2048  # and columns, of images: half of what kernels have bits for
+MAX_NUMBERS = 1 << 27  # of a shard's images: places in those of eight shards have 31 bits
+MAX_LINES = 4096  # and columns, of images: kernels have no bits for more
 DEPTH = {torch.float32: 32, torch.bfloat16: 64, torch.float16: 64}  # channels that are added at a time
 
 
@@ -48,7 +49,7 @@ def fast_convolutions() -> Iterator[None]:
             return original(*args, **kwargs)
         call = Call(*args, **kwargs)
         how = _pair(call.stride), _pair(call.padding)
-        if call.groups == 1 and _pair(call.dilation) == (1, 1) and fits(call.input, call.weight, call.bias, how[1]):
+        if call.groups == 1 and _pair(call.dilation) == (1, 1) and fits(call.input, call.weight, call.bias, how):
             dtype = _computed_in(call.input)
             bias = None if call.bias is None else call.bias.to(dtype)
             found: Tensor = _Convolution.apply(call.input.to(dtype), call.weight.to(dtype), bias, how)
@@ -62,26 +63,35 @@ def fast_convolutions() -> Iterator[None]:
         torch.conv2d = F.conv2d = original
 
 
-def fits(images: Any, weight: Any, bias: Any, padding: Any) -> bool:
+def fits(images: Any, weight: Any, bias: Any, how: Any) -> bool:
     """By types, shapes, order in memory and the run's precision, which are the same for a shard on any device."""
     if not (has_memory(images) or isinstance(images, StackedTensor)):
         return False
     dtype, tensors = _computed_in(images), [weight] if bias is None else [weight, bias]
     return (
-        isinstance(padding, tuple)
-        and all(has_memory(each) and _computed_in(each) == dtype for each in tensors)
+        all(isinstance(number, int) for pair in how for number in pair)  # and no name
+        and all(has_memory(each) and each.device == images.device and _computed_in(each) == dtype for each in tensors)
         and images.is_cuda
         and images.ndim == weight.ndim == 4
         and dtype in DEPTH
         and (dtype != torch.float32 or torch.backends.cudnn.conv.fp32_precision == "tf32")
-        and 0 < len(images) <= MAX_IMAGES
-        and max(*images.shape[2:], *weight.shape[2:], *padding) < MAX_LINES
-        and max(images.numel(), len(images) * weight.shape[0] * images.shape[2] * images.shape[3]) <= MAX_NUMBERS
         and images.shape[1] == weight.shape[1]
         and all(channels % DEPTH[dtype] == 0 for channels in weight.shape[:2])
-        and all(images.shape[2 + at] + 2 * padding[at] >= weight.shape[2 + at] for at in range(2))
+        and _has_fitting_sizes(images, weight, *how)
         and all(each.is_contiguous(memory_format=torch.channels_last) for each in (images, weight))
-        and (bias is None or bias.is_contiguous())
+        and (bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous()))
+    )
+
+
+def _has_fitting_sizes(images: Tensor, weight: Tensor, stride: tuple[int, ...], padding: tuple[int, ...]) -> bool:
+    padded = [size + 2 * zeros for size, zeros in zip(images.shape[2:], padding, strict=True)]
+    return (
+        0 < len(images) <= MAX_IMAGES
+        and min(stride) > 0
+        and min(padding) >= 0
+        and max(*padded, *stride) < MAX_LINES
+        and all(taps <= size for taps, size in zip(weight.shape[2:], padded, strict=True))
+        and len(images) * max(weight.shape[:2]) * math.prod(padded) <= MAX_NUMBERS
     )
 
 

@@ -35,7 +35,7 @@ class CapturableModuleReplica(ModuleReplica, Capturable):
     def begin_capture(self, step: int) -> None:
         if not self._is_captured:
             self._clones: dict[int, ShardModule] = {}  # by the number of the shard
-            self._groups: dict[tuple[int, ...], ShardModule] = {}  # by the numbers of shards that go together
+            self._groups: dict[tuple[int, ...], ShardModule] = {}  # by the numbers of shards; captured graphs use them
             self._go_together: dict[int, bool] = {}  # by the samples of a shard
             self._halves: HalfWeights | None = None  # not known yet
         elif self._halves is not None:

@@ -8,7 +8,7 @@ from lockstep.runtime.engine import StepInput
 
 # Kernels of one group fill the gaps of another. Eight shards of ResNet-18 (tf32, H200) take 8.2 ms in one group, 7.5 in
 # two and 7.1 in four; those of ResNet-50 (bf16) 48.8, 46.3 and 45.9.
-NUM_GROUPS, MIN_SHARDS = 4, 2
+NUM_GROUPS, MIN_SHARDS, MAX_SHARDS = 4, 2, 8
 
 
 def shard_groups(work: StepInput, replica: CapturableReplica, rank: int, own: Sequence[int]) -> list[range]:
@@ -27,7 +27,8 @@ def _groups(work: StepInput, replica: CapturableReplica, rank: int, same: range)
     size = 1
     if len(same) >= MIN_SHARDS:
         shards = [_fetch(work, rank, number) for number in same[:MIN_SHARDS]]
-        size = max(MIN_SHARDS, -(-len(same) // NUM_GROUPS)) if replica.go_together(shards) else 1
+        if replica.go_together(shards):
+            size = min(max(MIN_SHARDS, -(-len(same) // NUM_GROUPS)), MAX_SHARDS)
     return [same[start : start + size] for start in range(0, len(same), size)]
 
 
