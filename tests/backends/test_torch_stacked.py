@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lockstep.backends.torch_stacked import CannotStack, Launches, StackedTensor, per_shard
+from lockstep.backends.torch_stacked import CannotStack, Launches, StackedTensor, joined, per_shard
 
 NUM_SHARDS = 3
 OPERATIONS = {
@@ -16,6 +16,8 @@ OPERATIONS = {
     "with fewer dimensions": lambda x, w: x + x.mean(dim=(0, 2, 3))[:, None, None],
     "a number of each shard": lambda x, w: x / x.abs().sum(),
     "another type": lambda x, w: x * x.double().sum(),
+    "a number first": lambda x, w: x.mean() * x.bfloat16(),
+    "a number of another type": lambda x, w: x.mean() + torch.tensor(1.37, dtype=torch.float64),
     "cast": lambda x, w: x.to(torch.bfloat16).float(),
     "compared": lambda x, w: torch.where(x > 0, x, w[:, None, None] * x),
     "view": lambda x, w: x.view(4, -1).view(-1, 16) * 2,
@@ -136,16 +138,28 @@ def test_a_function_can_be_computed_for_each_shard():
         lambda X, common: bool((X > 0).all()),
         lambda X, common: common.copy_(X[0, :, 0, 0]),
         lambda X, common: common.add_(X[0, :, 0, 0]),
+        lambda X, common: X.diagonal().zero_(),
+        lambda X, common: X.as_strided((2,), (1,), 3),
+        lambda X, common: (X + 0).unsqueeze_(0),
+        lambda X, common: X.data_ptr() and None,
     ],
-    ids=["random", "number", "truth", "copied", "added"],
+    ids=["random", "number", "truth", "copied", "added", "diagonal", "place", "shape", "address"],
 )
 def test_what_cannot_be_done_for_several_shards_is_refused(operation):
     stack, common = shards()
     before = common.clone()
-    with pytest.raises(CannotStack):
+    with pytest.raises((CannotStack, RuntimeError)):
         operation(StackedTensor(stack), common)
     assert torch.equal(common, before)
 
 
 def test_it_shows_what_is_in_it():
     assert repr(StackedTensor(torch.arange(2))) == "StackedTensor(tensor([0, 1]))"
+
+
+def test_slices_of_channels_last_images_stay_channels_last():
+    images = StackedTensor(torch.randn(2, 6, 4, 3, 3)).contiguous(memory_format=torch.channels_last)
+    half = images[:3]
+    found = joined(half)
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(found[3:], half.stack[1])

@@ -51,8 +51,8 @@ def groups(monkeypatch):
 
 
 def assert_same_run(**how):
-    found = lockstep.train(**SETTINGS, loss=loss, **how)
-    alone = lockstep.train(**SETTINGS, loss=loss, **{**how, "devices": "cpu:0,cpu:1", "capture": False})
+    found = lockstep.train(**{**SETTINGS, **how}, loss=loss)
+    alone = lockstep.train(loss=loss, **{**SETTINGS, **how, "devices": "cpu:0,cpu:1", "capture": False})
     assert found.weights_sha256 == alone.weights_sha256
     assert found.buffers_sha256 == alone.buffers_sha256
     assert [done.train_loss for done in found.history] == [done.train_loss for done in alone.history]
@@ -84,6 +84,12 @@ class Another(nn.Module):
         return X * 1.0001 if isinstance(X, StackedTensor) else X
 
 
+def with_a_head_of_zeros():
+    model = Residual()
+    nn.init.zeros_(model.classify.weight)
+    return model
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -99,6 +105,11 @@ def test_shards_that_cannot_go_together_go_one_by_one(capture, groups, make):
     assert_same_run(model=make, devices="cpu:0")
     assert len(groups) <= 3  # they were tried, once for each size of shard
     assert capture.num_replayed
+
+
+def test_gradients_of_zeros_tell_nothing(capture, groups):
+    assert_same_run(model=with_a_head_of_zeros, devices="cpu:0", batch_size=400)
+    assert not groups
 
 
 def test_shards_go_one_by_one_where_little_is_gained(capture, groups, monkeypatch):

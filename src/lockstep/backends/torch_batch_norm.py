@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.backends.torch_attention import can_replace, has_memory
-from lockstep.backends.torch_stacked import StackedTensor, joined, num_shards_of, of_shards, parted
+from lockstep.backends.torch_stacked import CannotStack, StackedTensor, joined, num_shards_of, of_shards, parted
 
 TYPES = torch.bfloat16, torch.float16, torch.float32  # of images
 
@@ -50,6 +50,7 @@ def fits(images: Any, weight: Any, bias: Any, mean: Any, var: Any, training: boo
         and images.is_contiguous(memory_format=torch.channels_last)
         and not images.is_contiguous()
         and all(isinstance(each, Tensor) and each.dtype == torch.float32 for each in per_channel)
+        and not any(isinstance(each, StackedTensor) for each in (weight, bias))
         and all(each.is_contiguous() for each in per_channel)
     )
 
@@ -82,9 +83,11 @@ class _BatchNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         images, weight, mean, inverse = ctx.saved_tensors
+        if isinstance(gradient, StackedTensor) != isinstance(images, StackedTensor):
+            raise CannotStack("images that all shards have in common")
         gradient = gradient.to(images.dtype).contiguous(memory_format=torch.channels_last)
         if torch.is_grad_enabled():  # its gradient is asked for, too: PyTorch knows it
-            how = None, None, mean[0], inverse[0], True, ctx.eps, [True, True, True]
+            how = None, None, of_shards(mean, images), of_shards(inverse, images), True, ctx.eps, [True, True, True]
             found = torch.ops.aten.native_batch_norm_backward(gradient, images, weight, *how)
         else:
             from lockstep.backends.torch_batch_norm_kernels import batch_norm_backward

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.backends.torch_attention import can_replace, has_memory
-from lockstep.backends.torch_stacked import StackedTensor, joined, num_shards_of, of_shards, parted
+from lockstep.backends.torch_stacked import CannotStack, StackedTensor, joined, num_shards_of, of_shards, parted
 from lockstep.backends.torch_weight_gradient_tf32 import can_multiply, weight_gradient
 
 MAX_IMAGES = 64  # of a shard: more of them fill a GPU by themselves, and cuDNN's kernels are faster
@@ -125,6 +125,8 @@ class _Convolution(torch.autograd.Function):
         from lockstep.backends.torch_weight_gradient_kernels import gradient_of_weight
 
         images, weight = ctx.saved_tensors
+        if isinstance(gradient, StackedTensor) != isinstance(images, StackedTensor):
+            raise CannotStack("images that all shards have in common")
         gradient = gradient.to(images.dtype).contiguous(memory_format=torch.channels_last)
         if torch.is_grad_enabled():  # its gradient is asked for, too: PyTorch knows it
             how = (*ctx.how, [1, 1], False, [0, 0], 1, [*ctx.needs_input_grad[:2], ctx.has_bias])

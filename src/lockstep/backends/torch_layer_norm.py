@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.backends.torch_attention import can_replace, has_memory
-from lockstep.backends.torch_stacked import StackedTensor, per_shard
+from lockstep.backends.torch_stacked import CannotStack, StackedTensor, per_shard
 
 TYPES = torch.bfloat16, torch.float16, torch.float32  # autocast makes all of them float32
 MIN_ROWS, MAX_WIDTH = 256, 8192
@@ -26,7 +26,7 @@ def fast_layer_norm() -> Iterator[None]:
     original = torch.layer_norm
 
     def layer_norm(*args: Any, **kwargs: Any) -> Tensor:
-        if not torch.compiler.is_compiling() and args and isinstance(args[0], StackedTensor):
+        if not torch.compiler.is_compiling() and any(isinstance(each, StackedTensor) for each in args):
             return per_shard(layer_norm)(*args, **kwargs)
         if kwargs or len(args) != 6 or not fits(*args[:4]):
             return original(*args, **kwargs)
@@ -67,6 +67,8 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, bias, mean, inverse = ctx.saved_tensors
+        if isinstance(gradient, StackedTensor):
+            raise CannotStack("rows that all shards have in common")
         gradient = gradient.contiguous()
         if torch.is_grad_enabled():  # its gradient is asked for, too: PyTorch knows it
             how = weight.shape, mean, inverse, weight, bias, [True, True, True]

@@ -45,6 +45,7 @@ class StackedTensor(Tensor):
         how: dict[str, Any] = {"strides": stack.stride()[1:], "dtype": stack.dtype, "device": stack.device}
         made: StackedTensor = Tensor._make_wrapper_subclass(cls, stack.shape[1:], **how)
         made.stack, made.launches = stack, launches or Launches()
+        torch._C._set_throw_on_mutable_data_ptr(made)  # a kernel that wants its address must not get none
         return made
 
     def __repr__(self) -> str:
@@ -73,7 +74,11 @@ def num_shards_of(tensor: Tensor) -> int:
 
 def joined(tensor: Tensor) -> Tensor:
     """The samples of all shards as one plain tensor, for a kernel that treats every sample alike."""
-    return tensor.stack.flatten(0, 1) if isinstance(tensor, StackedTensor) else tensor
+    if not isinstance(tensor, StackedTensor):
+        return tensor
+    stack = tensor.stack
+    has_gaps = stack.stride(0) != stack.shape[1] * stack.stride(1)  # a slice: flattened, it would lose its order
+    return (stack.clone() if has_gaps else stack).flatten(0, 1)
 
 
 def parted(tensor: Tensor, like: Tensor) -> Tensor:
@@ -160,8 +165,10 @@ def _stacked(tensors: Sequence[Tensor], launches: Launches) -> StackedTensor:
 def _each(func: Any, args: Any, kwargs: Any) -> Any:
     """The operation once for each shard; what it writes to is written to in every shard."""
     stacked, is_written = _stacked_among((args, kwargs)), func._schema.is_mutable
-    if is_written and not (isinstance(args[0], StackedTensor) and not kwargs.get("out")):
-        raise CannotStack(f"{func} writes to a tensor that all shards have in common")
+    if is_written and not (isinstance(args[0], StackedTensor) and _writes_to_first_only(func)):
+        raise CannotStack(f"{func} writes to a tensor that all shards have in common, or to several")
+    if func in _OTHER_VIEWS:
+        raise CannotStack(f"{func} would be a copy, and not a view")
     writes_stats = func in _BATCH_NORMS  # without saying so
 
     def parts_of(tensor: StackedTensor) -> Sequence[Tensor]:
@@ -185,6 +192,12 @@ def _each(func: Any, args: Any, kwargs: Any) -> Any:
     return tree_unflatten([None if each[0] is None else _stacked(each, stacked[0].launches) for each in columns], spec)
 
 
+def _writes_to_first_only(func: Any) -> bool:
+    """In place, and not to the shape."""
+    written = [each.alias_info is not None and each.alias_info.is_write for each in func._schema.arguments]
+    return written[0] and not any(written[1:]) and torch.Tag.inplace_view not in func.tags
+
+
 def _is_none(leaf: Any) -> bool:
     return leaf is None
 
@@ -193,8 +206,9 @@ def _is_one_launch(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether all shards can be done at once: not where types, or what is written to, are another matter for each."""
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     ndim = max(tensor.ndim for tensor in tensors)
-    if any(isinstance(each, StackedTensor) and each.ndim == 0 and each.dtype != tensors[0].dtype for each in tensors):
-        return ndim == 0  # else, as a number, it does not decide the type of the result
+    has_numbers = any(isinstance(each, StackedTensor) and each.ndim == 0 for each in tensors)
+    if has_numbers and len({each.dtype for each in tensors}) > 1:
+        return False  # as a number, it does not decide the type of the result
     is_written = func._schema.is_mutable
     return not is_written or (isinstance(args[0], StackedTensor) and args[0].ndim == ndim and "out" not in kwargs)
 
@@ -234,7 +248,9 @@ def _expanded(stack: Tensor, size: Sequence[int], *, implicit: bool = False) -> 
 
 
 def _strided(stack: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Tensor:
-    return stack.as_strided((len(stack), *size), (stack.stride(0), *stride), stack.storage_offset() + (offset or 0))
+    if offset:
+        raise CannotStack("a place in memory")
+    return stack.as_strided((len(stack), *size), (stack.stride(0), *stride), stack.storage_offset())
 
 
 def _at(stack: Tensor, dim: int) -> int:
@@ -242,6 +258,7 @@ def _at(stack: Tensor, dim: int) -> int:
     return dim % max(stack.ndim - 1, 1) + 1
 
 
+_OTHER_VIEWS = {ATEN.diagonal.default, ATEN.unfold.default}
 _BATCH_NORMS = {ATEN.native_batch_norm.default, ATEN.cudnn_batch_norm.default}
 _COPIES = {
     ATEN.clone.default, ATEN._to_copy.default, ATEN.copy_.default, ATEN.fill_.Scalar, ATEN.zero_.default,

@@ -28,7 +28,9 @@ class ResidentData:
             X = map_leaves(X, as_floats)
         self._static: dict[tuple[int, int], StaticSamples] = {}  # number of the local rank, size of the batch ->
         placed = {id(array): memory.place(array) for array in leaves_of((X, y))}
-        self._sample_bytes = {id(placed[id(array)][0]): bytes_of_sample(array) for array in leaves_of((X, y))}
+        self._sample_bytes = {
+            id(tensor): bytes_of_sample(array) for array in leaves_of((X, y)) for tensor in placed[id(array)]
+        }
 
         def of_rank(number: int) -> Any:
             return map_leaves((X, y), lambda array: placed[id(array)][number])

@@ -19,7 +19,7 @@ from lockstep.replicas.half_weights import CastCounter, HalfWeights
 from lockstep.replicas.module import ModuleReplica
 from lockstep.replicas.replica import AllGatherTensors, Capturable, Leaf, Shard
 from lockstep.replicas.shard_module import ShardModule
-from lockstep.replicas.shards_together import Samples, is_same, is_worth_it, stacked_samples
+from lockstep.replicas.shards_together import Samples, has_all_gradients, is_same, is_worth_it, stacked_samples
 
 
 class CapturableModuleReplica(ModuleReplica, Capturable):
@@ -83,7 +83,8 @@ class CapturableModuleReplica(ModuleReplica, Capturable):
     def _try_together(self, shards: list[Shard]) -> bool:
         """Whether these shards have the same bits together as one by one, and most launches are for all of them."""
         alone = [self._captured_leaf(shard) for shard in shards]
-        if any(self._clones[shard.number].random.has_drawn for shard in shards):
+        has_drawn = any(self._clones[shard.number].random.has_drawn for shard in shards)
+        if has_drawn or not all(map(has_all_gradients, alone)):
             return False
         try:
             samples = stacked_samples(shards)
@@ -100,6 +101,7 @@ class CapturableModuleReplica(ModuleReplica, Capturable):
         if numbers not in self._groups:
             self._groups[numbers] = self._own.clone(self._halves.by_name, len(shards))
         clone = self._groups[numbers]
+        clone.renew_edges()  # it was made on another stream, perhaps
         with plain_errors(self._device.type):
             clone.buffers.start_shard()
             with span(SpanName.FORWARD):

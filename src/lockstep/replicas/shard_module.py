@@ -51,6 +51,12 @@ class ShardModule:
         clone.buffers.stats.follow(self.buffers.stats)
         return clone
 
+    def renew_edges(self) -> None:
+        """Makes the gradient edges anew, on the current stream: gradients of one parameter are added up there."""
+        self.edges = []  # the old ones have to be gone first
+        named = dict(self.module.named_parameters())
+        self.edges = [get_gradient_edge(named[name]) for name in self._names]
+
     def check_attributes(self) -> None:
         """Refuses a module that has changed a number or tensor among its attributes. One that was None is no state."""
         for label, owner, name, before, version in self._attributes:

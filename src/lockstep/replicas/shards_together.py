@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from lockstep.backends import flat
+from lockstep.backends.torch_gradient_pieces import GradientPieces
 from lockstep.backends.torch_stacked import CannotStack, Launches, StackedTensor
 from lockstep.replicas.replica import Leaf, Shard
 
@@ -39,6 +40,16 @@ def stacked_samples(shards: list[Shard]) -> Samples:
 def is_worth_it(launches: Launches) -> bool:
     """Whether most of what was computed was computed for all shards at once."""
     return launches.together >= MIN_SHARE * launches.repeated
+
+
+def has_all_gradients(leaf: Leaf) -> bool:
+    """Whether no parameter's gradient is all zeros, as those behind a head of zeros are in a first step.
+
+    Where it is, a comparison of gradients tells nothing about it.
+    """
+    if not isinstance(leaf.gradient, GradientPieces):
+        return bool(flat(leaf.gradient).any())
+    return all(any(bool(part.any()) for part in parts) for parts in leaf.gradient.pieces if parts)
 
 
 def is_same(one: Leaf, other: Leaf) -> bool:

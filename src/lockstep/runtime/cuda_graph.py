@@ -173,11 +173,10 @@ class CapturedSteps:
         for replica in self._replicas:
             replica.begin_capture(step)
         gather()
-        groups = [
-            (rank, group)
-            for rank, replica in enumerate(self._replicas)
-            for group in shard_groups(work, replica, rank, split_over_ranks(len(shards), self._engine.num_ranks)[rank])
-        ]
+        groups = []
+        for rank, own in enumerate(split_over_ranks(len(shards), self._engine.num_ranks)):
+            with self._errors_of(rank, "forward and backward"):
+                groups += [(rank, group) for group in shard_groups(work, self._replicas[rank], rank, own)]
 
         def run() -> Tensor:
             nonlocal is_warm

@@ -105,6 +105,7 @@ class RankCapture:
                     raise
                 if not self._graph.serialize_streams():
                     raise CaptureError("it takes more memory than there is") from problem
+                self._captured.clear()  # of other sizes of batch: they use what is discarded
                 self._replica.discard_capture()
 
     def _captured_shards(self, interpreter: Interpreter, work: StepInput) -> CapturedShards:
