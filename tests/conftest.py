@@ -22,6 +22,13 @@ settings.register_profile("lockstep", deadline=None, derandomize="LOCKSTEP_EXPLO
 settings.load_profile("lockstep")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m cuda`, files without such a test are not imported: all of them take ten seconds, in every worker."""
+    if config.getoption("markexpr") == "cuda" and collection_path.suffix == ".py":
+        return "pytest.mark.cuda" not in collection_path.read_text() or None
+    return None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that start programs, or send signals, are run once more if they fail; the summary names them.
 

@@ -114,6 +114,14 @@ BREAKS = [
     ),
     Break(
         "same bits",
+        "a function that makes a model has as many intra-op threads as there are cores",
+        "training/validation.py",
+        ", torch.random.fork_rng(devices=gpus), single_threaded():",
+        ", torch.random.fork_rng(devices=gpus):",
+        "tests/training/test_train_module.py -k number_of_threads",
+    ),
+    Break(
+        "same bits",
         "dropout continues from shard to shard instead of being keyed",
         "replicas/keyed_random.py",
         "        self.generator.manual_seed(seed)\n",

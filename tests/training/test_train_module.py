@@ -267,6 +267,27 @@ def test_the_module_that_a_function_makes_does_not_depend_on_the_state_of_numpy_
     assert len(hashes) == 1
 
 
+def test_the_module_that_a_function_makes_does_not_depend_on_the_number_of_threads(vectors):
+    """torchrun gives ranks one intra-op thread where there are several of them, and all cores where there is one."""
+
+    def make():
+        module = nn.Sequential(nn.Linear(6, 256), nn.Linear(256, 256), nn.Linear(256, 3))
+        nn.init.orthogonal_(module[1].weight)  # has other bits with two threads than with one
+        return module
+
+    def hash_of(num_threads):
+        torch.set_num_threads(num_threads)
+        found = lockstep.train(model=make, data=vectors, devices=1, **SMALL).weights_sha256
+        assert torch.get_num_threads() == num_threads
+        return found
+
+    before = torch.get_num_threads()
+    try:
+        assert hash_of(1) == hash_of(2)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_clipping_is_that_of_the_whole_gradient(vectors):
     X, y = vectors
     module = nn.Linear(6, 3)

@@ -42,12 +42,11 @@ def deterministic_session(devices: list[Device]) -> Iterator[None]:
     """Within it, kernels are deterministic; on exit every setting is restored."""
     with ExitStack() as undo:
         undo.enter_context(one_at_a_time("PyTorch"))
-        undo.callback(torch.set_num_threads, torch.get_num_threads())
+        undo.enter_context(single_threaded())  # the calling thread too: its number is that of all threads' products
         undo.callback(torch.set_rng_state, torch.get_rng_state())  # the caller's
         _set(undo, torch, "get_rng_state", partial(_get_rng_state, torch.get_rng_state))
         _set(undo, torch, "set_rng_state", partial(_set_rng_state, torch.set_rng_state))
         undo.callback(random.setstate, random.getstate())  # PyTorch draws from it on lazy imports
-        one_intra_op_thread()  # the calling thread too: its setting is that of the matrix products of all threads
         undo.enter_context(freed_memory_kept())
         undo.enter_context(large_vectors_kept())
         if torch.cuda.is_initialized():
@@ -104,6 +103,17 @@ def _set_rng_state(original: Callable[[torch.Tensor], None], state: torch.Tensor
     """And puts it back when it computes the same again in the backward pass."""
     keyed = THIS_THREAD.keyed
     (original if keyed is None else keyed.set_host_state)(state)
+
+
+@contextmanager
+def single_threaded() -> Iterator[None]:
+    """Within it, the calling thread uses one intra-op thread: some operations have other bits with several."""
+    before = torch.get_num_threads()
+    one_intra_op_thread()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def one_intra_op_thread() -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from lockstep.backends.torch_session import single_threaded
 from lockstep.config import RunConfig
 from lockstep.core.entry_points import call_user_function
 from lockstep.core.errors import ConfigError
@@ -36,7 +37,7 @@ def made_module(model: Any, data: Dataset | None, seed: int) -> nn.Module:
     module = model
     if not isinstance(model, nn.Module):
         gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
-        with seeded(seed), torch.random.fork_rng(devices=gpus):
+        with seeded(seed), torch.random.fork_rng(devices=gpus), single_threaded():
             torch.manual_seed(seed)
             module = call_user_function(model, "model")
     if not isinstance(module, nn.Module):
