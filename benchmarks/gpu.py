@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.bench.contenders import ContenderRank
+from lockstep.bench.contenders.batches import resident_bytes
 from lockstep.bench.contenders.distributed import ddp_best, ddp_compiled
 from lockstep.bench.contenders.lockstep import LockstepRun
 from lockstep.bench.results import RESULTS, append_result, describe_run
@@ -65,8 +66,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=3)
     options = parser.parse_args()
     workload, _ = workload_for(options.model, [Device("cuda:0")], options.precision)
-    samples = load_samples(workload)
-    num_sample_bytes = samples.X_train.nbytes + samples.y_train.nbytes
+    num_sample_bytes = resident_bytes(load_samples(workload))
     found: list[dict[str, Any]] = []
     for what in options.what:
         began = time.perf_counter()

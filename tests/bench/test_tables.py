@@ -46,6 +46,15 @@ def test_the_table_shows_medians_ratios_and_problems(table):
     assert note.strip() == "a note"
 
 
+def test_the_memory_of_gpus_is_a_column_where_there_is_any(table):
+    assert "GPU memory" not in table.text()
+    table.rows[0].peak_bytes = 3 << 30
+    _, headings, ours, *_, note = table.text().splitlines()
+    assert headings.split()[-2:] == ["GPU", "memory"]
+    assert ours.split()[-2:] == ["3.0", "GiB"]
+    assert note.strip() == "GPU memory is beside samples that are kept there"
+
+
 def test_results_have_every_single_trial(table):
     fields = json.loads(to_json(table.to_dict()))
     ours, other, broken, missing = fields["rows"]

@@ -36,7 +36,7 @@ class Row:
     losses: list[float] = field(default_factory=list)  # of each trial's last step
     weights_sha256: str | None = None
     problem: str = ""  # why it has no times, or not all of them
-    peak_bytes: int = 0  # of GPU memory, of the process that used most
+    peak_bytes: int = 0  # of GPU memory, beside samples that are there, of the process that used most
 
     @property
     def is_measured(self) -> bool:
@@ -113,7 +113,7 @@ class Table:
         out = Console(width=160, highlight=False, markup=False)
         with out.capture() as captured:
             out.print(grid)
-            for note in self.notes:
+            for note in [*self.notes, *(["GPU memory is beside samples that are kept there"] if has_memory else [])]:
                 out.print(f"  {note}", style="dim")
         return "\n".join(line.rstrip() for line in captured.get().splitlines())
 

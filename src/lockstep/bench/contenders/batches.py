@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from lockstep.bench.workload import Workload
 from lockstep.data import Dataset
 from lockstep.data.order import sample_order
+from lockstep.data.resident import bytes_of_sample
 
 Batches = Callable[[int], Iterator[tuple[Tensor, Tensor]]]  # number of steps -> a batch for each of them
 
@@ -23,6 +24,11 @@ def sample_indices(workload: Workload, num_samples: int, part: range) -> Iterato
         order = torch.from_numpy(sample_order(workload.seed, epoch, num_samples))
         for batch in order.split(workload.batch_size):
             yield batch[part.start : part.stop]
+
+
+def resident_bytes(data: Dataset) -> int:
+    """The memory of all training samples on a device, where bytes have become floats."""
+    return sum(len(array) * bytes_of_sample(array) for array in (data.X_train, data.y_train))
 
 
 def from_memory(

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.backends.hardware import cpu
 from lockstep.backends.torch import torch_device
 from lockstep.bench.contenders import ContenderRank
-from lockstep.bench.contenders.batches import from_loader, from_memory
+from lockstep.bench.contenders.batches import from_loader, from_memory, resident_bytes
 from lockstep.bench.contenders.models import WithLoss, module_for, peak_gpu_bytes, reset_gpu_peaks, set_precision
 from lockstep.bench.workload import Workload, load_samples
 from lockstep.core.device import Device
@@ -67,6 +67,7 @@ class DistributedTraining:
             threads = [*sorted({1, max(cpu().num_cores // rank.num_ranks, 1)})]
         layouts = [True, False] if best and self._data.X_train.ndim == 4 else [False]
         self._tunings = [Tuning(*both) for both in product(threads, layouts)]
+        self._num_sample_bytes = resident_bytes(self._data) if best else 0
         self._gpus = [device.index] if device.type == "cuda" else []
         self._build(self._tunings[0])
 
@@ -124,7 +125,8 @@ class DistributedTraining:
             self._optimizer.step()
         barrier(self._device)
         seconds = time.perf_counter() - began
-        return {"seconds": seconds, "loss": float(loss.detach()), "peak_bytes": peak_gpu_bytes(self._gpus)}
+        num_bytes = peak_gpu_bytes(self._gpus, self._num_sample_bytes)
+        return {"seconds": seconds, "loss": float(loss.detach()), "peak_bytes": num_bytes}
 
     def close(self) -> None:
         """Exits at once: there is nothing to save, and libraries take seconds to shut down."""

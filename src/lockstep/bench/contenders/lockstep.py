@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from lockstep.bench.contenders import ContenderRank
+from lockstep.bench.contenders.batches import resident_bytes
 from lockstep.bench.contenders.models import peak_gpu_bytes, reset_gpu_peaks
 from lockstep.bench.workload import Workload, load_samples
 from lockstep.core.device import Device
@@ -28,6 +29,7 @@ class LockstepRun:
         devices = workload.devices[: self._config.num_shards]
         self._config = replace(self._config, devices=",".join(devices))
         self._prepared = prepare(self._config, UserObjects(data=(data.X_train, data.y_train)))
+        self._num_sample_bytes = resident_bytes(data)
         self._gpus = {Device(name).number for name in devices} if workload.is_on_gpu else set()
         self._engine = inprocess_engine(self._config, self._prepared)
         self._engine.__enter__()
@@ -62,7 +64,8 @@ class LockstepRun:
             loss = math.fsum(progress.losses[-self._config.num_shards :]) / self._config.batch_size  # of the last step
         else:
             loss = progress.history[-1].train_loss  # of the epoch
-        return {"seconds": seconds, "num_steps": num_steps, "loss": loss, "peak_bytes": peak_gpu_bytes(self._gpus)}
+        num_bytes = peak_gpu_bytes(self._gpus, self._num_sample_bytes)
+        return {"seconds": seconds, "num_steps": num_steps, "loss": loss, "peak_bytes": num_bytes}
 
     def finish(self) -> dict[str, Any]:
         """The hash of the weights."""

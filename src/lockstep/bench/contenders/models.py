@@ -62,9 +62,9 @@ def reset_gpu_peaks(gpus: Iterable[int]) -> None:
         torch.cuda.reset_peak_memory_stats(number)
 
 
-def peak_gpu_bytes(gpus: Iterable[int]) -> int:
-    """The most memory that PyTorch took from one of these GPUs, with that of CUDA graphs."""
-    return max((torch.cuda.max_memory_reserved(number) for number in gpus), default=0)
+def peak_gpu_bytes(gpus: Iterable[int], num_sample_bytes: int) -> int:
+    """The most memory that PyTorch took from one of these GPUs, with that of CUDA graphs, beside the samples."""
+    return max((torch.cuda.max_memory_reserved(number) - num_sample_bytes for number in gpus), default=0)
 
 
 def set_precision(precision: str) -> None:
