@@ -84,6 +84,7 @@ def put_in_table(table, values, sizes, tile):
     """Writes this program's row."""
     channel, exists = channels_of(sizes, tile)
     at = tl.program_id(1) * sizes.num_channels + channel
+    values = values.to(table.dtype.element_ty)
     tl.store(of_shard(table, sizes.num_parts * sizes.num_channels) + at, values, mask=exists)
 
 
