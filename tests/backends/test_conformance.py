@@ -655,8 +655,8 @@ def scaled_lenet(scale):
 
 # 20 steps with the text's own weights, and 5 with larger ones. After more of those, rounding errors have grown so much
 # that the text's program disagrees with itself on 1 and 2 devices. Where a sum before a ReLU is about zero, rounding
-# decides whether its sample counts there: on some processors, one of 5 million. With larger weights that moves a bias of
-# 128 by 1 part in 250, so what is compared is the whole of how far a parameter has moved.
+# decides whether its sample counts there: on some processors, one of 5 million. With larger weights that moves one of
+# 128 biases by 1 part in 250, so what is compared is the whole of how far a parameter has moved.
 WEIGHTS = [(1, 100, 0.2, 3e-4), pytest.param(5, 400, 0.1, 1e-2, marks=pytest.mark.long)]
 
 

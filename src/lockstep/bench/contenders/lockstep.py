@@ -85,7 +85,7 @@ class LockstepRun:
 
     def _next_event(self) -> Any:
         event = next(self._events)
-        if isinstance(event, Incident):
+        if isinstance(event, Incident) and event.kind != "prepared":  # that comes before every trial
             self._incidents.append(event.sentence)
         return event
 
