@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from lockstep.backends import torch_convolution, torch_weight_gradient_tf32
-from lockstep.backends.torch_attention import can_replace
+from lockstep.backends.torch_hopper import can_replace
 from lockstep.backends.torch_session import deterministic_session, use_tf32
 from lockstep.backends.torch_stacked import StackedTensor
 from lockstep.core.device import Device

@@ -1,12 +1,11 @@
 """Our kernels leave alone what is being compiled or transformed; `test_cuda_kernels.py` has what they compute."""
 
-from contextlib import ExitStack
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 
-from lockstep.backends import torch_attention, torch_batch_norm, torch_convolution, torch_layer_norm
+from lockstep.backends import torch_batch_norm, torch_hopper, torch_layer_norm, torch_replaced
 from lockstep.backends.torch_stacked import StackedTensor
 
 
@@ -32,17 +31,24 @@ def test_tensors_without_memory_are_left_to_the_compiler(monkeypatch, module, do
         assert do_fit()
 
 
-PATCHED = [torch_layer_norm.fast_layer_norm, torch_batch_norm.fast_batch_norm, torch_convolution.fast_convolutions]
-
-
 @pytest.fixture
 def patched(monkeypatch):
-    """PyTorch's functions as they are during a run on a GPU."""
-    with ExitStack() as undo:
-        for function in PATCHED:
-            monkeypatch.setattr(f"{function.__module__}.can_replace", lambda: True)
-            undo.enter_context(function())
+    """PyTorch's functions and operations as they are during a run on a GPU."""
+    monkeypatch.setattr(torch_replaced, "can_replace", lambda: True)
+    with torch_replaced.our_kernels():
         yield
+
+
+def test_what_is_replaced_is_put_back(monkeypatch):
+    def found():
+        return torch.conv2d, F.conv2d, torch.batch_norm, torch.layer_norm
+
+    before = found()
+    monkeypatch.setattr(torch_replaced, "can_replace", lambda: True)
+    with torch_replaced.our_kernels():
+        assert not set(found()) & set(before)
+        assert torch.conv2d is F.conv2d
+    assert found() == before
 
 
 class Net(torch.nn.Module):
@@ -80,11 +86,11 @@ def test_layer_norm_of_several_shards_is_that_of_each(patched):
 
 
 def test_what_has_memory():
-    assert torch_attention.has_memory(torch.ones(1))
-    assert torch_attention.has_memory(torch.nn.Parameter(torch.ones(1)))
+    assert torch_hopper.has_memory(torch.ones(1))
+    assert torch_hopper.has_memory(torch.nn.Parameter(torch.ones(1)))
     with FakeTensorMode():
-        assert not torch_attention.has_memory(torch.ones(1))
+        assert not torch_hopper.has_memory(torch.ones(1))
     seen = []
-    torch.func.vmap(lambda x: seen.append(torch_attention.has_memory(x)) or x)(torch.ones(2, 3))
-    torch.func.grad(lambda x: seen.append(torch_attention.has_memory(x)) or x.sum())(torch.ones(2, 3))
+    torch.func.vmap(lambda x: seen.append(torch_hopper.has_memory(x)) or x)(torch.ones(2, 3))
+    torch.func.grad(lambda x: seen.append(torch_hopper.has_memory(x)) or x.sum())(torch.ones(2, 3))
     assert seen == [False, False]

@@ -5,9 +5,9 @@ import torch
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from lockstep.backends.torch_attention import can_replace
 from lockstep.backends.torch_cross_entropy import can_fuse, fused_cross_entropy
 from lockstep.backends.torch_gradient_pieces import GradientPieces
+from lockstep.backends.torch_hopper import can_replace
 from lockstep.backends.torch_kernels import can_compile_kernels
 from lockstep.backends.torch_session import deterministic_session
 from lockstep.core.device import Device

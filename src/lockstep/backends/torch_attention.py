@@ -3,63 +3,16 @@
 In deterministic mode its own backward pass adds the gradients of queries in memory, in turns, and takes twice as long.
 """
 
-import importlib.util
 import math
-import os
-import shutil
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 WIDTHS = 32, 64, 128  # of a head
-HOPPER = 9, 0  # what it was measured on
 
 
-@cache
-def can_replace() -> bool:
-    """Whether the kernels run here: on all GPUs of this machine, or on none, so that all have the same bits."""
-    gpus = range(torch.cuda.device_count())
-    return (
-        bool(gpus)
-        and importlib.util.find_spec("triton") is not None
-        and any(map(shutil.which, (os.environ.get("CC", "gcc"), "gcc", "clang")))  # with which Triton builds launchers
-        and all(torch.cuda.get_device_capability(gpu) == HOPPER for gpu in gpus)
-    )
-
-
-def has_memory(tensor: Any) -> bool:
-    """Whether a kernel can be given it.
-
-    Code that is being compiled is traced with tensors that are only described, and within `torch.func` a tensor may
-    stand for several, or for one with a tangent.
-    """
-    is_plain = type(tensor) in (Tensor, torch.nn.Parameter)
-    return is_plain and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-
-
-@contextmanager
-def deterministic_attention() -> Iterator[None]:
-    """While it is entered, flash attention is ours: in eager, captured and compiled code."""
-    if not can_replace():
-        yield
-        return
-    library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a kernel is replaced
-        library.impl("_scaled_dot_product_flash_attention", _forward, "CUDA")
-        library.impl("_scaled_dot_product_flash_attention_backward", _backward, "CUDA")
-    try:
-        yield
-    finally:
-        library._destroy()
-
-
-def _forward(
+def our_attention(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -87,7 +40,7 @@ def _forward(
     return out.transpose(1, 2), logsumexp, None, None, *lengths, *others
 
 
-def _backward(
+def our_attention_backward(
     gradient: Tensor,
     queries: Tensor,
     keys: Tensor,
@@ -100,11 +53,11 @@ def _backward(
     """As PyTorch declares it."""
     *_, dropout, is_causal, random, _ = others
     if _fits(queries, keys, values, dropout, scale):
-        from lockstep.backends.torch_attention_kernels import Saved, attention_backward
+        from lockstep.backends import torch_attention_kernels as kernels
 
         gradient = gradient if gradient.stride(3) == 1 else gradient.contiguous()
-        saved = Saved((queries, keys, values), out, logsumexp)
-        return attention_backward(gradient, saved, _how(queries, dropout, random, is_causal, scale))
+        saved = kernels.Saved((queries, keys, values), out, logsumexp)
+        return kernels.attention_backward(gradient, saved, _how(queries, dropout, random, is_causal, scale))
     swapped = [tensor.transpose(1, 2) for tensor in (gradient, queries, keys, values, out)]
     theirs = torch.ops.aten._flash_attention_backward(*swapped, logsumexp, *others, scale=scale)
     return tuple(tensor.transpose(1, 2) for tensor in theirs)

@@ -3,39 +3,19 @@
 PyTorch's own take three times as long for the few rows of a shard.
 """
 
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
-from lockstep.backends.torch_attention import can_replace
 
 TYPES = torch.bfloat16, torch.float16, torch.float32
 MIN_ROWS, MIN_COLUMNS = 256, 16  # fewer are not worth two launches
 
 
-@contextmanager
-def fast_column_sums() -> Iterator[None]:
-    """While it is entered, `aten::sum` over all dimensions but the one that is last in memory is ours."""
-    if not can_replace():
-        yield
-        return
-    library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a kernel is replaced
-        library.impl("sum.dim_IntList", _sum, "CUDA")
-    try:
-        yield
-    finally:
-        library._destroy()
-
-
-def _sum(
+def our_sum(
     tensor: Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """As PyTorch declares it."""
+    """`aten::sum` as PyTorch declares it; over all dimensions but the one that is last in memory, ours."""
     kept = _kept_dimension(tensor, dim) if dtype in (None, tensor.dtype) else None
     if kept is None:
         is_whole = not tensor.is_floating_point() and not tensor.is_complex()

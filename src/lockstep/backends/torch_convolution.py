@@ -6,15 +6,13 @@ together (`torch_stacked.py`).
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from lockstep.backends.torch_attention import can_replace, has_memory
+from lockstep.backends.torch_hopper import has_memory
 from lockstep.backends.torch_stacked import CannotStack, StackedTensor, joined, num_shards_of, of_shards, parted
 from lockstep.backends.torch_weight_gradient_tf32 import can_multiply, weight_gradient
 
@@ -36,13 +34,8 @@ class Call(NamedTuple):
     groups: Any = 1
 
 
-@contextmanager
-def fast_convolutions() -> Iterator[None]:
-    """While it is entered, `torch.conv2d`, which all layers call, takes our kernels where they fit."""
-    if not can_replace():
-        yield
-        return
-    original = torch.conv2d
+def our_conv2d(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.conv2d`, with our kernels where they fit."""
 
     def conv2d(*args: Any, **kwargs: Any) -> Tensor:
         if torch.compiler.is_compiling():
@@ -56,11 +49,7 @@ def fast_convolutions() -> Iterator[None]:
             return found
         return original(*args, **kwargs)
 
-    torch.conv2d = F.conv2d = conv2d
-    try:
-        yield
-    finally:
-        torch.conv2d = F.conv2d = original
+    return conv2d
 
 
 def fits(images: Any, weight: Any, bias: Any, how: Any) -> bool:

@@ -3,27 +3,21 @@
 PyTorch's own reads gradients and inputs twice, and for the gradients of weight and bias with few programs.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lockstep.backends.torch_attention import can_replace, has_memory
+from lockstep.backends.torch_hopper import has_memory
 from lockstep.backends.torch_stacked import CannotStack, StackedTensor, per_shard
 
 TYPES = torch.bfloat16, torch.float16, torch.float32  # autocast makes all of them float32
 MIN_ROWS, MAX_WIDTH = 256, 8192
 
 
-@contextmanager
-def fast_layer_norm() -> Iterator[None]:
-    """While it is entered, `torch.layer_norm`, which all layers call, has our backward pass where it fits."""
-    if not can_replace():
-        yield
-        return
-    original = torch.layer_norm
+def our_layer_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.layer_norm`, with our backward pass where it fits."""
 
     def layer_norm(*args: Any, **kwargs: Any) -> Tensor:
         if not torch.compiler.is_compiling() and any(isinstance(each, StackedTensor) for each in args):
@@ -34,11 +28,7 @@ def fast_layer_norm() -> Iterator[None]:
         found: Tensor = _LayerNorm.apply(rows.float(), weight, bias, eps)
         return found
 
-    torch.layer_norm = layer_norm
-    try:
-        yield
-    finally:
-        torch.layer_norm = original
+    return layer_norm
 
 
 def fits(rows: Any, shape: Sequence[int], weight: Any, bias: Any) -> bool:

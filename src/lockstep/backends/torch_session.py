@@ -13,12 +13,8 @@ import torch
 
 from lockstep.backends.malloc import freed_memory_kept
 from lockstep.backends.process_settings import one_at_a_time
-from lockstep.backends.torch_attention import deterministic_attention
-from lockstep.backends.torch_batch_norm import fast_batch_norm
-from lockstep.backends.torch_column_sum import fast_column_sums
-from lockstep.backends.torch_convolution import fast_convolutions
 from lockstep.backends.torch_large_vectors import large_vectors_kept
-from lockstep.backends.torch_layer_norm import fast_layer_norm
+from lockstep.backends.torch_replaced import our_kernels
 from lockstep.core.child_process import fork
 from lockstep.core.device import Device
 from lockstep.core.this_thread import THIS_THREAD
@@ -75,11 +71,7 @@ def deterministic_session(devices: list[Device]) -> Iterator[None]:
             undo.callback(enable, getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")())
             enable(is_deterministic)
         if any(device.kind == "cuda" for device in devices):
-            undo.enter_context(deterministic_attention())
-            undo.enter_context(fast_convolutions())
-            undo.enter_context(fast_batch_norm())
-            undo.enter_context(fast_layer_norm())
-            undo.enter_context(fast_column_sums())
+            undo.enter_context(our_kernels())
         for operation in _with_precision():
             _set(undo, operation, "fp32_precision", "ieee")  # no TF32, no bfloat16 inside
         for number in {device.number for device in devices if device.kind == "cuda"}:

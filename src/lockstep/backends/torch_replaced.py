@@ -1,0 +1,52 @@
+"""During a run on a GPU, some of PyTorch's functions and operations are ours, so models need not change.
+
+Functions are replaced where all layers find them; operations in PyTorch's dispatcher, where compiled code does, too.
+Each takes what our kernels fit, by types, shapes and order in memory alone, and leaves the rest to PyTorch's own.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch.nn import functional as F
+
+from lockstep.backends.torch_attention import our_attention, our_attention_backward
+from lockstep.backends.torch_batch_norm import our_batch_norm
+from lockstep.backends.torch_column_sum import our_sum
+from lockstep.backends.torch_convolution import our_conv2d
+from lockstep.backends.torch_hopper import can_replace
+from lockstep.backends.torch_layer_norm import our_layer_norm
+
+FUNCTIONS = (  # a name, where layers find it, and what makes ours of PyTorch's
+    ("conv2d", (torch, F), our_conv2d),
+    ("batch_norm", (torch,), our_batch_norm),
+    ("layer_norm", (torch,), our_layer_norm),
+)
+OPERATIONS = {
+    "_scaled_dot_product_flash_attention": our_attention,
+    "_scaled_dot_product_flash_attention_backward": our_attention_backward,
+    "sum.dim_IntList": our_sum,
+}
+
+
+@contextmanager
+def our_kernels() -> Iterator[None]:
+    """While it is entered, PyTorch's functions and operations take our kernels, where these run."""
+    if not can_replace():
+        yield
+        return
+    with ExitStack() as undo:
+        for name, modules, made_of in FUNCTIONS:
+            original = getattr(torch, name)
+            ours = made_of(original)
+            for module in modules:
+                undo.callback(setattr, module, name, original)
+                setattr(module, name, ours)
+        library = torch.library.Library("aten", "IMPL")
+        undo.callback(library._destroy)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that a kernel is replaced
+            for name, operation in OPERATIONS.items():
+                library.impl(name, operation, "CUDA")
+        yield
