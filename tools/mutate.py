@@ -116,8 +116,8 @@ BREAKS = [
         "same bits",
         "a function that makes a model has as many intra-op threads as there are cores",
         "training/validation.py",
-        ", torch.random.fork_rng(devices=gpus), single_threaded():",
-        ", torch.random.fork_rng(devices=gpus):",
+        ', single_threaded(), threadpool_limits(1, "blas"):',
+        ', threadpool_limits(1, "blas"):',
         "tests/training/test_train_module.py -k number_of_threads",
     ),
     Break(

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from threadpoolctl import threadpool_limits
 from torch import nn
 from torch.nn import functional as F
 
@@ -271,13 +272,16 @@ def test_the_module_that_a_function_makes_does_not_depend_on_the_number_of_threa
     """torchrun gives ranks one intra-op thread where there are several of them, and all cores where there is one."""
 
     def make():
-        module = nn.Sequential(nn.Linear(6, 256), nn.Linear(256, 256), nn.Linear(256, 3))
+        drawn = np.random.RandomState(0).randn(256, 256).astype(np.float32) / 256
+        module = nn.Sequential(*(nn.Linear(*sizes) for sizes in ((6, 256), (256, 256), (256, 256), (256, 3))))
         nn.init.orthogonal_(module[1].weight)  # has other bits with two threads than with one
+        module[2].weight.data.copy_(torch.from_numpy(drawn @ drawn))  # and so has this
         return module
 
     def hash_of(num_threads):
         torch.set_num_threads(num_threads)
-        found = lockstep.train(model=make, data=vectors, devices=1, **SMALL).weights_sha256
+        with threadpool_limits(num_threads, "blas"):
+            found = lockstep.train(model=make, data=vectors, devices=1, **SMALL).weights_sha256
         assert torch.get_num_threads() == num_threads
         return found
 

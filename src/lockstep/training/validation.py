@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from threadpoolctl import threadpool_limits
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
@@ -25,7 +26,11 @@ OLD_NORMS = {"SpectralNorm": "spectral_norm", "WeightNorm": "weight_norm"}  # ho
 
 
 def made_module(model: Any, data: Dataset | None, seed: int) -> nn.Module:
-    """A module that can be trained. What a function makes depends on the seed only."""
+    """A module that can be trained. What a function makes depends on the seed only.
+
+    Not on how many cores there are, or torchrun allows: decompositions, which some weights start from, have other bits
+    with several threads.
+    """
     if isinstance(model, BuiltIn):
         if data is None:
             example = "model=lambda: ResNet18(in_channels=1, num_classes=10)"
@@ -37,7 +42,7 @@ def made_module(model: Any, data: Dataset | None, seed: int) -> nn.Module:
     module = model
     if not isinstance(model, nn.Module):
         gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
-        with seeded(seed), torch.random.fork_rng(devices=gpus), single_threaded():
+        with seeded(seed), torch.random.fork_rng(devices=gpus), single_threaded(), threadpool_limits(1, "blas"):
             torch.manual_seed(seed)
             module = call_user_function(model, "model")
     if not isinstance(module, nn.Module):
