@@ -178,6 +178,20 @@ def test_compare_scales_the_batch_with_the_devices(lockstep, few):
     assert "samples a second" not in answer.json["sentence"], "a speed-up is one at equal batch"
 
 
+@pytest.mark.parametrize("engine", ["inprocess", "processes"])
+def test_a_run_of_a_sweep_that_diverges_is_named_and_the_others_are_trained(lockstep, few, engine):
+    arguments = ("compare", "--data", few, "--devices", "1,2", "--batch-size", 8, "--epochs", 2, "--engine", engine)
+    for more in ((), ("--resume",)):
+        answer = lockstep(*arguments, "--lr", "1e30,0.1", "--out", "grid", "--json", *more)
+        assert answer.status == 0, answer.err
+        assert [row["learning_rate"] for row in answer.json["rows"]] == [0.1, 0.1]
+        assert list(answer.json["diverged"]) == ["k1-batch8-lr1e+30", "k2-batch8-lr1e+30"]
+        assert "Diverged: k1-batch8-lr1e+30 (epoch 1, step 2: the loss is NaN or infinite); " in answer.json["sentence"]
+    alone = lockstep(*arguments, "--lr", "1e30")
+    assert alone.status == 1
+    assert "All runs have diverged: k1-batch8-lr1e+30 (epoch 1, step 2: " in alone.err
+
+
 def test_compare_resumes_and_trains_nothing_twice(lockstep, few, tmp_path):
     arguments = ("compare", "--data", few, "--batch-size", 8, "--epochs", 2, "--lr", "0.1", "--out", "grid", "--json")
     first = lockstep(*arguments)
@@ -187,7 +201,7 @@ def test_compare_resumes_and_trains_nothing_twice(lockstep, few, tmp_path):
     (tmp_path / "grid" / "compare.csv").unlink()
     again = lockstep(*arguments, "--resume")
     assert again.status == 0, again.err
-    assert "all 2 epochs are done" in again.err
+    assert "the run is done" in again.err
     assert again.err.count("on 1 logical CPU device [") == 0, "the first was finished"
     hashes = [[row["weights_sha256"] for row in answer.json["rows"]] for answer in (first, again)]
     assert hashes[0] == hashes[1]

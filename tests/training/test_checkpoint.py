@@ -904,3 +904,26 @@ def test_a_checkpoint_does_not_grow_with_the_length_of_an_epoch_and_losses_stay_
     assert short.history[0].train_loss == whole.history[0].train_loss
     assert len(seen) == 63
     assert max(seen) <= 64
+
+
+def test_a_run_that_is_done_stays_as_it_is_when_it_is_resumed(lockstep, few, tmp_path):
+    arguments = ("train", "--data", few, "--batch-size", 8, "--epochs", 2, "--out", "done", "--json")
+    first = lockstep(*arguments, "--devices", 2)
+    folder = tmp_path / "done"
+
+    def contents():
+        return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+    before = contents()
+    again = lockstep(*arguments, "--resume", "--devices", 1)
+    assert again.status == 0, again.err
+    assert "the run is done: it stays as it is" in again.err
+    assert again.json["weights_sha256"] == first.json["weights_sha256"]
+    assert contents() == before
+    for lost in ("result.json", "weights.safetensors", "curve.png"):
+        (folder / lost).unlink()
+        assert lockstep(*arguments, "--resume", "--devices", 2).status == 0
+        assert contents().keys() == before.keys(), "what was lost is written again"
+        assert contents()["weights.safetensors"] == before["weights.safetensors"]
+    longer = lockstep(*arguments, "--resume", "--devices", 1, "--epochs", 3)
+    assert longer.json["steps"] == first.json["steps"] // 2 * 3

@@ -83,6 +83,7 @@ def bench(
     else:
         for table in tables:
             typer.echo(f"{table.text()}\n")
-        typer.echo(f"1.31x: it takes 1.31 times as long. {', '.join(map(str, paths))}")
+        typer.echo("lockstep is 1.00x; what takes twice as long as it is 2.00x.")
+        typer.echo("\n".join(map(str, paths)))
     if missing := [table.title for table in tables if table.reference_row() is None]:
         raise RunError(f"there is nothing to compare the others with in: {'; '.join(missing)}. See what failed above.")

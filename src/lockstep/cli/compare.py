@@ -94,7 +94,10 @@ def compare(
             found = run_sweep(sweep, folder, quiet=quiet)
     if json:
         typer.echo(
-            to_json({"rows": found.plain(), "target": found.target.value, "sentence": found.sentence(), "out": folder})
+            to_json(
+                {"rows": found.plain(), "target": found.target.value, "sentence": found.sentence(), "out": folder}
+                | {"diverged": found.diverged}
+            )
         )
         return
     typer.echo(found.text_table(width_of(sys.stdout)))

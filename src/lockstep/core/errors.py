@@ -47,6 +47,8 @@ class BackendError(ConfigError):
 class RunError(LockstepError):
     """A run was started and failed."""
 
+    has_diverged = False  # its loss, or a weight, is NaN or infinite
+
 
 class RankError(RunError):
     """A failure of one rank: the rank, its device and the phase are named, the original is the cause."""

@@ -4,7 +4,8 @@ import math
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
-MAX_NUMBER = 1e15  # larger ones are no counts, seconds or bytes, and what draws or formats them may fail
+MAX_COUNT = 10**15  # larger integers are no counts or bytes, and what draws or formats them may fail
+MAX_NUMBER = 1e39  # a loss, or a learning rate, may be any number of float32
 
 
 def fits(value: Any, kind: Any) -> bool:
@@ -30,7 +31,7 @@ def fits(value: Any, kind: Any) -> bool:
 
 def is_small(value: float) -> bool:
     """Whether a number is finite, and of a size that is met with."""
-    return abs(value) <= MAX_NUMBER if isinstance(value, int) else math.isfinite(value) and abs(value) <= MAX_NUMBER
+    return abs(value) <= MAX_COUNT if isinstance(value, int) else math.isfinite(value) and abs(value) <= MAX_NUMBER
 
 
 def fitting(values: dict[str, Any], kinds: dict[str, Any]) -> dict[str, Any]:

@@ -60,6 +60,9 @@ def as_labels(backend: Backend, y: Tensor) -> Tensor:
 
 def check_replicas(X: Tensor, device_params: list[list[Tensor]], devices: Sequence[str]) -> list[Device]:
     """The devices; each must have a list of float32 parameters in the framework of `X`."""
+    if isinstance(devices, str):  # the text's evaluate_accuracy_gpu has one device
+        what = f"{str(devices)!r} is one device, and a list is needed, with a list of parameters for each"
+        raise ConfigError(f"{what}: [params], [{str(devices)!r}].")
     if not isinstance(devices, Sequence) or not isinstance(device_params, Sequence):
         raise ConfigError(f"The parameters and the devices must be lists, one entry for each device: {COPIES}.")
     if len(device_params) != len(devices) or not all(isinstance(params, list) for params in device_params):

@@ -31,6 +31,9 @@ class Comparison:
     rows: list[Row]
     out: Path | None = None
     wanted: float | None = None  # a test accuracy; None: 95 % of the best
+    diverged: dict[str, str] = field(
+        default_factory=dict
+    )  # runs that are no rows: their numbers were not finite, where
     _labels: Labels = field(init=False)
 
     def __post_init__(self) -> None:
@@ -156,8 +159,11 @@ class Comparison:
             raise RunError(f"{folder} cannot be written to: {why}.") from problem
 
     def sentence(self) -> str:
-        """What the runs show, in one sentence."""
-        return Findings(self.rows, self._labels, self.target).sentence()
+        """What the runs show, in one sentence; those that have diverged in another."""
+        found = Findings(self.rows, self._labels, self.target).sentence()
+        if self.diverged:
+            found += f" Diverged: {'; '.join(f'{name} ({why})' for name, why in self.diverged.items())}."
+        return found
 
     def _curves(self) -> "Curves":
         """How good, against the learning rate where there are several, else against the epoch."""

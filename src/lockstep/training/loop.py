@@ -37,7 +37,9 @@ REPORTED_SECONDS = 0.5  # of capture or compilation; less is not worth a line
 
 
 class Stopped(RunError):
-    """The run ended itself; a `RunStopped` event says why."""
+    """The numbers of a run are not finite any more; a `RunStopped` event says which."""
+
+    has_diverged = True
 
 
 class Training:

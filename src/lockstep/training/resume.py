@@ -12,6 +12,7 @@ from lockstep.core.entry_points import OWN, call_user_function, is_entry_point, 
 from lockstep.core.errors import ConfigError
 from lockstep.core.registry import pick
 from lockstep.report.console import fetch_progress
+from lockstep.report.finished_log import FinishedLog
 from lockstep.report.loggers import TENSORBOARD, LoggerSink, find_loggers
 from lockstep.report.runlog import RunLog, read_settings
 from lockstep.report.sinks import Sink, Sinks
@@ -42,7 +43,9 @@ def opened_run(
         except OSError as problem:
             hint = "Look for what fails on that disk, or choose another --out"
             raise ConfigError(f"{config.out} cannot be read: {problem.strerror}. {hint}.") from problem
-        sinks = log if loggers is None else Sinks([log, loggers])
+        sinks: Sink = log if loggers is None else Sinks([log, loggers])
+        if is_done(start, config):
+            sinks = FinishedLog(log)
         yield prepared, sinks, replace(start, notes=[*notes, *start.notes])
 
 
@@ -91,8 +94,14 @@ def find_resume_point(config: RunConfig, prepared: Prepared, resume: bool) -> Re
     check_same_run(found.run, identity, config)
     check_length(found.progress, config, task.num_train)
     checked_weights(task.initial, found.weights, path, config.model)
-    if len(found.progress.history) == config.num_epochs:
-        notes.append(f"all {config.num_epochs} epochs are done; for more, use --epochs")
+    start = ResumePoint(found, notes, checkpoints=checkpoints)
+    if is_done(start, config):
+        notes.append("the run is done: it stays as it is; for more epochs, use --epochs")
     else:
         notes.append(f"continuing after step {found.progress.step}")
-    return ResumePoint(found, notes, checkpoints=checkpoints)
+    return start
+
+
+def is_done(start: ResumePoint, config: RunConfig) -> bool:
+    """Whether the run has no step left."""
+    return start.checkpoint is not None and len(start.checkpoint.progress.history) == config.num_epochs

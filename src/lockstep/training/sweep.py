@@ -85,7 +85,7 @@ def run_sweep(
     if folder is not None and prints_result():
         sweep.save(folder)
     varied = [name for name in ALWAYS if len({getattr(config, name) for config in runs}) > 1]
-    rows = []
+    rows, diverged = [], {}
     for number, config in enumerate(map(with_engine, runs), start=1):
         name = _name(config, varied)
         if not quiet:
@@ -94,13 +94,27 @@ def run_sweep(
         continues = resume and out is not None and os.path.isfile(out / "config.json")
         result = _finished(config, out) if continues and out is not None else None
         if result is None:
-            with resumed_as_a_sweep(replace(config, out=out), folder):
-                result = run(replace(config, out=out), objects, quiet=quiet, resume=continues)
+            try:
+                with resumed_as_a_sweep(replace(config, out=out), folder):
+                    result = run(replace(config, out=out), objects, quiet=quiet, resume=continues)
+            except RunError as problem:  # with this learning rate, say: the others are trained all the same
+                if not problem.has_diverged:
+                    raise
+                diverged[name] = str(problem).partition(". ")[0]
+                if not quiet:
+                    print(f"lockstep: {name}: {diverged[name]}", file=sys.stderr, flush=True)
+                continue
         rows.append(Row({**vars(config), **_made_with(out)}, result))
-    found = Comparison(rows, folder, sweep.target)
+    if not rows:
+        raise RunError(f"All runs have diverged: {_listed(diverged)}. Try smaller learning rates (--lr).")
+    found = Comparison(rows, folder, sweep.target, diverged)
     if folder is not None and prints_result():
         found.save(folder)
     return found
+
+
+def _listed(diverged: dict[str, str]) -> str:
+    return "; ".join(f"{name} ({why})" for name, why in diverged.items())
 
 
 @contextmanager

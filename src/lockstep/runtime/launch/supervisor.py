@@ -111,7 +111,9 @@ class Supervisor:
         who = f"rank {rank} ({self._slots[slot]})"
         error = self._error_of(worker)
         if error is not None and code != NO_MEMORY:
-            raise WorkerFailed(error["sentence"], error["exit_status"], error["trace"], is_recorded=rank == 0)
+            failed = WorkerFailed(error["sentence"], error["exit_status"], error["trace"], is_recorded=rank == 0)
+            failed.has_diverged = error["has_diverged"]
+            raise failed
         if worker in self._dropped:
             what = f"{who} was dropped"
         elif error is not None:

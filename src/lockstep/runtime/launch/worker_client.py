@@ -146,10 +146,10 @@ class WorkerClient:
         """Tells the supervisor that this worker has done its work: user code can end a process, too."""
         self._store.set(f"finished/{self.worker}", "")
 
-    def report_error(self, sentence: str, exit_status: int, trace: str) -> None:
+    def report_error(self, sentence: str, exit_status: int, trace: str, has_diverged: bool = False) -> None:
         """Tells the supervisor why this worker ends."""
         said = {"sentence": sentence[:MAX_CHARACTERS], "exit_status": exit_status, "trace": trace[-MAX_CHARACTERS:]}
-        self._store.set(f"error/{self.worker}", json.dumps(said))
+        self._store.set(f"error/{self.worker}", json.dumps(said | {"has_diverged": has_diverged}))
 
     def wait_for_next(self, generation: Generation) -> None:
         """This worker is done. It stays until all are, in case it has to take over from one that dies."""
@@ -169,8 +169,9 @@ def run_worker(client: WorkerClient, work: Callable[[WorkerClient], None]) -> in
         client.report_error(str(problem), problem.exit_status, "")
         return NO_MEMORY
     except LockstepError as problem:
-        cause = problem.__cause__
-        client.report_error(str(problem), problem.exit_status, user_traceback(cause) if cause is not None else "")
+        cause, has_diverged = problem.__cause__, isinstance(problem, RunError) and problem.has_diverged
+        trace = user_traceback(cause) if cause is not None else ""
+        client.report_error(str(problem), problem.exit_status, trace, has_diverged)
         return problem.exit_status
     except BaseException as problem:
         client.report_error(f"{type(problem).__name__}: {problem}", 1, traceback.format_exc().rstrip())
