@@ -425,3 +425,14 @@ def test_a_net_need_not_be_hashable():
     weights = [lockstep.get_params([torch.zeros(4, 3)], device) for device in TWO]
     lockstep.train_batch(torch.ones(6, 4), torch.arange(6) % 3, weights, TWO, lr=0.1, net=Net())
     assert torch.equal(weights[0][0], weights[1][0])
+
+
+def test_the_frameworks_own_exchange_needs_processes():
+    with pytest.raises(ConfigError, match="'native' is the framework's own, between processes"):
+        lockstep.allreduce([np.ones(2), np.ones(2)], "native")
+
+
+def test_one_device_is_no_list():
+    params = [[np.zeros(2, np.float32)]]
+    with pytest.raises(ConfigError, match="'cpu:0' is one device, and a list is needed"):
+        lockstep.evaluate_accuracy([(np.ones((2, 2), np.float32), np.zeros(2))], params, "cpu:0")

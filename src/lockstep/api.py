@@ -47,6 +47,7 @@ from lockstep.training.api_inputs import (
     as_labels,
     backend_of_batch,
     batch_of,
+    check_exchange,
     check_replicas,
     flat_replicas,
     labelled_batches,
@@ -133,6 +134,7 @@ def allreduce(data: list[Tensor], exchange: str = "sharded") -> list[Tensor]:
     shapes = {tuple(entry.shape) for entry in data}
     if len(shapes) > 1:
         raise ConfigError(f"allreduce adds tensors of one shape, and got {', '.join(map(str, sorted(shapes)))}.")
+    check_exchange(exchange)
     return allreduce_in_place(backend, data, exchange)
 
 
@@ -178,6 +180,7 @@ def train_batch(
     """
     backend = backend_of_batch(X, y)
     y = as_labels(backend, y)
+    check_exchange(exchange)
     found = check_replicas(X, device_params, devices)
     config = RunConfig(learning_rate=lr, num_shards=num_shards, exchange=exchange)
     check_ranks(len(found), num_shards)

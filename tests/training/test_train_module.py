@@ -12,6 +12,7 @@ import torch
 from threadpoolctl import threadpool_limits
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from lockstep.core.errors import ConfigError, DataError, LockstepError, RankError, RunError
@@ -510,6 +511,8 @@ ERRORS = [
         DataError,
         "data given in Python: samples and targets of the training",
     ),
+    ({"data": DataLoader(TensorDataset(torch.rand(3, 6)))}, DataError, "The training data is a DataLoader, which makes batches"),
+    ({"grad_clip": 1.0}, TypeError, "unexpected keyword argument 'grad_clip'. Did you mean 'clip_norm'?"),
     ({"data": torch.rand(3, 6)}, DataError, "data given in Python: the training data is a Tensor."),
     (
         {"data": (torch.full((3, 6), torch.nan), torch.zeros(3))},

@@ -101,6 +101,8 @@ def compare(
         )
         return
     typer.echo(found.text_table(width_of(sys.stdout)))
+    if any(row.steady_speed for row in found.rows):
+        say("sec/epoch and samples/s are without the first epoch.")
     say(f"{found.sentence()}\n{folder / 'compare.csv'}, {folder / 'compare.png'}")
 
 

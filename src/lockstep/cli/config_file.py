@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import field_of, settings_in
-from lockstep.core.entry_points import is_entry_point
+from lockstep.core.entry_points import GIVEN, is_entry_point
 from lockstep.core.errors import ConfigError
 from lockstep.core.files import read_regular
 from lockstep.core.registry import nearest
@@ -79,7 +79,7 @@ def refuse_code(found: dict[str, Any], whose: str) -> None:
     """Refuses settings of a recorded run that are code: it would be code that only a file names."""
     identity = {each.name for each in settings_in(IDENTITY)}
     named = [(name, value) for name, value in found.items() if name in identity and isinstance(value, str)]
-    if own := [(n, v) for n, v in named if is_entry_point(v) or v.endswith(" given in Python")]:
+    if own := [(n, v) for n, v in named if is_entry_point(v) or v.endswith(GIVEN)]:
         wanted = " ".join(f"--{n} {v if is_entry_point(v) else 'package.file:function'}" for n, v in own)
         what = " and ".join(f"{name} {value}" for name, value in own)
         raise ConfigError(

@@ -20,7 +20,7 @@ SORTS: dict[str, Callable[["RecordedRun"], Any]] = {
     "time": lambda run: run.began or 0.0,
     "name": lambda run: run.name,
     "accuracy": lambda run: -1.0 if run.accuracy is None else run.accuracy,
-    "speed": lambda run: float("inf") if run.seconds_per_epoch is None else run.seconds_per_epoch,
+    "speed": lambda run: -(float("inf") if run.seconds_per_epoch is None else run.seconds_per_epoch),
     "status": lambda run: run.status,
 }
 HEADINGS = (
@@ -45,7 +45,7 @@ def runs(
     sort: Annotated[
         str,
         typer.Option(
-            help=f"One of: {', '.join(SORTS)}.",
+            help=f"One of: {', '.join(SORTS)}; the latest, the most accurate and the fastest come last.",
             autocompletion=lambda incomplete: [name for name in SORTS if name.startswith(incomplete)],
         ),
     ] = "time",

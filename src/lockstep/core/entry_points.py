@@ -11,6 +11,7 @@ from lockstep.core.registry import nearest
 from lockstep.core.source_lines import user_source_line
 
 OWN = "; or an entry point of your own: package.file:function"
+GIVEN = " given in Python"  # how what `describe` says ends, where there is no entry point
 
 
 def is_entry_point(name: str) -> bool:
@@ -79,5 +80,5 @@ def describe(value: Any) -> str:
     if module != "__main__" and is_entry_point(f"{module}:{name}"):
         return f"{module}:{name}"
     if name and callable(value):
-        return f"{name} given in Python" if str(name).isidentifier() else "a function given in Python"
-    return f"a {type(value).__name__} given in Python"
+        return f"{name}{GIVEN}" if str(name).isidentifier() else f"a function{GIVEN}"
+    return f"a {type(value).__name__}{GIVEN}"

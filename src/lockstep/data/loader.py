@@ -55,6 +55,11 @@ def check_map_style(data: Any, what: str) -> None:
             f"The {what} data is iterable-style: its samples come in an order of their own, so they cannot be shuffled "
             f"by (seed, epoch) or resumed after a crash. Use a map-style dataset, with __len__ and __getitem__."
         )
+    if isinstance(data, DataLoader):
+        raise DataError(
+            f"The {what} data is a DataLoader, which makes batches of its own. Give its data set (loader.dataset), and "
+            f"batch_size, workers, collate_fn or sampler to lockstep.train; or give the batches to a lockstep.Trainer."
+        )
     for method in ("__len__", "__getitem__"):
         if not hasattr(data, method):
             raise DataError(f"The {what} data is a {type(data).__name__} without {method}. {FORMS}")

@@ -99,6 +99,16 @@ def first(output: Any) -> Tensor:
     return output
 
 
+OF_ONE_LOSS = (
+    " It seems to be averaged, or added up, already. For a mean over samples, use reduction='none'; for one over "
+    "tokens or with class weights, return a pair (sum, weight); if it looks across the batch, use over='batch'."
+)
+OF_ONE_METRIC = (
+    " Leave .mean() out: it is averaged over all test samples. What is no mean over samples goes into "
+    "lockstep.WholeSetMetric(function)."
+)
+
+
 def summed(per_sample: PerSample, what: str, output: Any, y: Any, num_samples: int) -> LossSum:
     """The sum over the samples; refuses anything but one number for each sample, or a pair (sum, weight)."""
     values = per_sample(output, y)
@@ -108,11 +118,7 @@ def summed(per_sample: PerSample, what: str, output: Any, y: Any, num_samples: i
     if isinstance(values, Tensor):
         if values.shape == (num_samples,):
             return LossSum(_exact_enough(values).sum())
-        hints = {
-            0: " It seems to be averaged already. For a mean over samples, use reduction='none'; for one over tokens "
-            "or with class weights, return a pair (sum, weight); if it looks across the batch, use over='batch'.",
-            1: "",
-        }
+        hints = {0: OF_ONE_METRIC if what.startswith("metric") else OF_ONE_LOSS, 1: ""}
         hint = hints.get(values.ndim, " Average over what is not a sample: .flatten(1).mean(1).")
         got = f"a tensor of shape {tuple(values.shape)}"
     raise RunError(f"The {what} returned {got} for {num_samples} samples. It must return one number for each.{hint}")

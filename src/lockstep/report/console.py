@@ -11,7 +11,18 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lockstep.core.files import printable
 from lockstep.core.terminal import wrapped
-from lockstep.report.events import EpochDone, Event, Incident, Result, RunDone, RunStarted, RunStopped, StepDone, Traced
+from lockstep.report.events import (
+    EpochDone,
+    Event,
+    Incident,
+    Result,
+    RunDone,
+    RunStarted,
+    RunStopped,
+    StepDone,
+    Traced,
+    short,
+)
 from lockstep.report.result_tables import device_names
 from lockstep.report.waterfall_text import waterfall_lines
 
@@ -108,12 +119,12 @@ class Console:
         epoch = f"epoch {event.epoch}/{epochs}"
         if self._out.is_terminal:
             (task,) = self._progress.task_ids
-            loss = f"  loss {event.loss:.4f}" if event.loss == event.loss else ""
+            loss = f"  loss {short(event.loss)}" if event.loss == event.loss else ""
             self._progress.update(task, completed=event.step, description=epoch, speed=speed, loss=loss)
         elif now - self._last_line >= PLAIN_LINE_SECONDS:
             self._last_line = now
             left = (epochs * self._started.steps_per_epoch - event.step) * self._started.config["batch_size"] / speed
-            loss = f" loss {event.loss:.4f}," if event.loss == event.loss else ""
+            loss = f" loss {short(event.loss)}," if event.loss == event.loss else ""
             self.note(f"{epoch}: step {event.step},{loss} {speed:,.0f} samples/s, about {left:.0f} s left")
 
     def _epoch_done(self, event: EpochDone) -> None:
@@ -173,7 +184,7 @@ def description(event: RunStarted) -> list[str]:
 def epoch_line(event: EpochDone, num_epochs: int) -> str:
     """The line of an epoch."""
     epoch = f"epoch {event.epoch:>{len(str(num_epochs))}}/{num_epochs}"
-    return f"{epoch}  loss {event.train_loss:.4f}  {_metrics(event)}{event.seconds:.1f} s"
+    return f"{epoch}  loss {short(event.train_loss)}  {_metrics(event)}{event.seconds:.1f} s"
 
 
 def last_lines(result: Result) -> list[str]:

@@ -81,7 +81,16 @@ class History(list[EpochDone]):
 def _shown(name: str, value: Any) -> str:
     if value is None or name == "epoch":
         return "" if value is None else str(value)
-    return f"{value:.2f}" if name == "seconds" else f"{value:.4f}"
+    return f"{value:.2f}" if name == "seconds" else short(value)
+
+
+def short(value: float) -> str:
+    """A loss, or another number of a run.
+
+    >>> short(2.30258), short(-1.58e21)
+    ('2.3026', '-1.58e+21')
+    """
+    return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.4g}"
 
 
 class TrainedParams(dict[str, Array]):
@@ -141,7 +150,7 @@ class Result:
             rows.append(("test accuracy", f"{self.test_accuracy:.4f}"))
         rows += [(f"test {name}", f"{value:.4g}") for name, value in self.metrics.items() if name != "accuracy"]
         if self.history:
-            rows.append(("training loss", f"{self.history[-1].train_loss:.4f}"))
+            rows.append(("training loss", short(self.history[-1].train_loss)))
         rows += [("epochs, steps", f"{len(self.history)}, {self.steps}")]
         rows += [("seconds an epoch", f"{self.seconds_per_epoch:.2f}")]
         rows += [("samples/s", f"{self.samples_per_second:,.0f}"), ("devices", ", ".join(self.devices))]

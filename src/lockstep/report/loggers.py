@@ -47,9 +47,13 @@ class TensorBoard:
 
     @property
     def writer(self) -> Any:
-        """Made when it is first used: in the process that logs."""
+        """Made when it is first used: in the process that logs.
+
+        A file is named after the second it is made in, in which a run may have been interrupted and resumed.
+        """
         if self._writer is None:
-            self._writer = self._make(str(self._folder), purge_step=self.first_step, flush_secs=10)
+            how = {"purge_step": self.first_step, "filename_suffix": f".{self.first_step:09}", "flush_secs": 10}
+            self._writer = self._make(str(self._folder), **how)
         return self._writer
 
     def log_hyperparams(self, params: dict[str, Any]) -> None:

@@ -13,7 +13,18 @@ from typing import Any
 from lockstep.core.interrupts import Interrupts
 from lockstep.core.notebook_kernel import in_notebook as in_notebook
 from lockstep.report.console import Console, description, epoch_line, last_lines
-from lockstep.report.events import EpochDone, Event, Incident, Result, RunDone, RunStarted, RunStopped, StepDone, Traced
+from lockstep.report.events import (
+    EpochDone,
+    Event,
+    Incident,
+    Result,
+    RunDone,
+    RunStarted,
+    RunStopped,
+    StepDone,
+    Traced,
+    short,
+)
 from lockstep.report.runlog import to_json
 from lockstep.report.step_sampling import StepSampling
 from lockstep.report.svg import Chart, Series, epochs_range, line_chart
@@ -95,7 +106,7 @@ class NotebookDisplay:
         self._num_samples += event.num_samples
         speed = self._num_samples / max(time.monotonic() - self._epoch_began, 1e-9)
         left = (total - event.step) * started.config["batch_size"] / speed
-        said = f"epoch {event.epoch}/{started.config['num_epochs']}, loss {event.loss:.4f}, {speed:,.0f} samples/s"
+        said = f"epoch {event.epoch}/{started.config['num_epochs']}, loss {short(event.loss)}, {speed:,.0f} samples/s"
         self._bar = f'<progress max="{total}" value="{event.step}"></progress> {said}, about {left:.0f} s left'
 
     def _update(self, now: bool) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from lockstep.core.files import printable
+from lockstep.report.events import short
 from lockstep.report.run_files import RecordedRun, read_trace
 from lockstep.report.svg import Chart, Series, epochs_range, line_chart
 from lockstep.report.timeline import StepTimeline, timeline_of
@@ -128,7 +129,7 @@ def _tiles(run: RecordedRun) -> list[tuple[str, str]]:
     if run.accuracy is not None:
         tiles.append((f"{run.accuracy:.4f}", "test accuracy"))
     if run.epochs:
-        tiles.append((f"{run.epochs[-1]['train_loss']:.4f}", "training loss"))
+        tiles.append((short(run.epochs[-1]["train_loss"]), "training loss"))
     if run.seconds_per_epoch is not None:
         tiles.append((f"{run.seconds_per_epoch:.2f} s", "an epoch"))
     speed = run.result.get("samples_per_second")

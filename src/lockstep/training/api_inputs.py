@@ -13,11 +13,19 @@ from lockstep.core.layout import Layout, sha256_of
 from lockstep.data.batch import Batch
 from lockstep.models.lenet import check_one_framework
 from lockstep.runtime.inprocess import InProcess
+from lockstep.schedules.exchanges import NATIVE
 
 EVALUATIONS = (
     "Call evaluate_accuracy(X, y, device_params, devices), or evaluate_accuracy(test_iter, device_params, devices)."
 )
 COPIES = "[get_params(params, device) for device in devices]"
+
+
+def check_exchange(exchange: str) -> None:
+    """Refuses the framework's own all-reduce, which is one between processes."""
+    if exchange == NATIVE:
+        how = "lockstep.train(..., engine='processes', exchange='native')"
+        raise ConfigError(f"The exchange {NATIVE!r} is the framework's own, between processes: {how}. Use another one.")
 
 
 def backend_of_batch(X: Tensor, y: Tensor) -> Backend:

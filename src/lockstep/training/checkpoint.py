@@ -17,7 +17,7 @@ import numpy as np
 from lockstep.backends import Backend
 from lockstep.config import RunConfig, settings_in
 from lockstep.core.device import Device
-from lockstep.core.entry_points import is_entry_point
+from lockstep.core.entry_points import GIVEN, is_entry_point
 from lockstep.core.errors import ConfigError, RunError
 from lockstep.core.exact_sum import partial_sums
 from lockstep.core.files import read_regular, what_to_do, write_whole
@@ -145,7 +145,10 @@ def check_same_run(run: dict[str, Any], identity: dict[str, Any], config: RunCon
         named = [(words.get(name, name.replace("_", " ")), run.get(name), identity.get(name)) for name in names]
         differences = "; ".join(f"{name}: {theirs!r} there, {ours!r} now" for name, theirs, ours in named)
         if config.out is None:
-            raise ConfigError(f"What was saved has other settings: {differences}. Leave them out, or use those.")
+            objects = [name for name, theirs, _ in named if isinstance(theirs, str) and theirs.endswith(GIVEN)]
+            again = f"Give what was an object again: {', '.join(f'{name}=' for name in objects)}" if objects else ""
+            hint = again or "Leave them out, or use those"
+            raise ConfigError(f"What was saved has other settings: {differences}. {hint}.")
         raise ConfigError(f"The run in {config.out} has other settings: {differences}. Use those, or another --out.")
 
 

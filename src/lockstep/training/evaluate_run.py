@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import RunConfig
-from lockstep.core.entry_points import is_entry_point
+from lockstep.core.entry_points import GIVEN, is_entry_point
 from lockstep.core.errors import ConfigError, DataError
 from lockstep.core.layout import sha256_of
 from lockstep.data.batch import loader_errors
@@ -95,7 +95,7 @@ def _recorded_config(settings: dict[str, Any], folder: Path, changed: dict[str, 
             raise ConfigError(f"{folder}/config.json has {value!r} as its {name}; a run's folder has a name there.")
     for name in ("model", "data", "loss"):
         value = "" if name in changed else str(recorded.get(name, ""))
-        if is_entry_point(value) or value.endswith(" given in Python"):
+        if is_entry_point(value) or value.endswith(GIVEN):
             wanted = value if is_entry_point(value) else "package.file:function"
             what = f"The {name} of the run in {folder} is code of your own, {value}"
             raise ConfigError(

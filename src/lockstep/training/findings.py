@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from lockstep.backends.hardware import cpu
 from lockstep.config import field_of, settings_in
+from lockstep.core.entry_points import GIVEN
 from lockstep.core.settings import IDENTITY, option_of
 from lockstep.schedules.exchanges import KEEPS_THE_TREE
 from lockstep.training.compared_rows import Labels, Row, grouped, listed
@@ -165,7 +166,7 @@ def _why_weights_differ(group: Sequence[Row]) -> str:
         why = f"because {exchange} adds in an order of its own"
     elif any(row.result.notes for row in group):
         why = "because a run was resumed where bits may differ (see its notes)"
-    elif group[0].name and any(isinstance(value, str) and value.endswith(" given in Python") for value in values):
+    elif group[0].name and any(isinstance(value, str) and value.endswith(GIVEN) for value in values):
         return (
             f"the weights of runs on batch {group[0].batch_size} differ: what was given in Python may not be the same"
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import RunConfig, settings_in
-from lockstep.core.entry_points import is_entry_point
+from lockstep.core.entry_points import GIVEN, is_entry_point
 from lockstep.core.errors import ConfigError, LockstepError
 from lockstep.core.files import printable, write_whole
 from lockstep.core.settings import flag_of
@@ -61,7 +61,7 @@ def repeat_command(run: RecordedRun) -> str:
         if each.name in NOT_REPEATED or value is None or value == defaults.get(each.name):
             continue
         flag = flag_of(each)
-        if isinstance(value, str) and value.endswith(" given in Python"):
+        if isinstance(value, str) and value.endswith(GIVEN):
             notes.append(f"# {flag[2:]}: {value}")
         elif isinstance(value, bool):
             parts.append(flag if value else f"--no-{flag[2:]}")

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import TYPES, RunConfig, field_of, settings_in
-from lockstep.core.entry_points import describe
+from lockstep.core.entry_points import GIVEN, describe
 from lockstep.core.errors import ConfigError, Interrupted
 from lockstep.core.notebook_kernel import in_notebook
 from lockstep.core.registry import nearest
@@ -24,12 +24,23 @@ OBJECTS = {  # settings that may be an object instead of a name
 ONLY_OBJECTS = ("scheduler", "metrics", "collate_fn", "sampler", "on_step", "on_epoch")
 
 
+OTHERS_NAMES = {  # what PyTorch's users call a setting -> what it is here
+    "shuffle": "sampler", "num_workers": "workers", "criterion": "loss", "loss_fn": "loss", "net": "model",
+    "module": "model", "dataset": "data", "max_epochs": "num_epochs", "gpus": "devices", "num_devices": "devices",
+    "grad_clip": "clip_norm", "max_grad_norm": "clip_norm", "gradient_clip_val": "clip_norm", "max_norm": "clip_norm",
+    "amp": "precision", "mixed_precision": "precision", "dtype": "precision", "lr_scheduler": "scheduler",
+    "callbacks": "on_epoch", "patience": "on_epoch", "early_stopping": "on_epoch", "strategy": "split",
+}  # fmt: skip
+
+
 class UnknownSetting(TypeError):
     """A keyword argument that is no setting; the message has the nearest name, or all that Python takes."""
 
     def __init__(self, option: str) -> None:
         options = [*inspect.signature(train).parameters]
         hint = nearest(option, [*options, *(each.name for each in settings_in())])
+        if option in OTHERS_NAMES:
+            hint = f" Did you mean {OTHERS_NAMES[option]!r}?"
         every = "See help(lockstep.train)." if hint else f"There are: {', '.join(options)}."
         super().__init__(f"unexpected keyword argument {option!r}.{hint} {every}")
 
@@ -124,7 +135,7 @@ def _config_settings(named: dict[str, Any]) -> dict[str, Any]:
         if name in found:
             raise ConfigError(f"train got both {options[name]} and {option}. Give it one of them.")
         if name in (*OBJECTS, "logger") and value is not None and not isinstance(value, (str, Path)):
-            value = "data given in Python" if name == "data" else describe(value)
+            value = f"data{GIVEN}" if name == "data" else describe(value)
         elif name == "devices" and not isinstance(value, int):
             value = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
         elif name == "stages" and isinstance(value, (list, tuple)):

@@ -5,6 +5,7 @@ from typing import Any
 
 from lockstep.backends import LossFuture
 from lockstep.config import RunConfig
+from lockstep.core.entry_points import GIVEN
 from lockstep.core.errors import ConfigError
 from lockstep.data.batch import Batch
 from lockstep.training.task import UserObjects
@@ -60,4 +61,4 @@ def trainer_settings(given: dict[str, Any]) -> tuple[RunConfig, UserObjects]:
 
 def is_object(value: Any) -> bool:
     """Whether a setting stands for an object that was given in Python."""
-    return isinstance(value, str) and value.endswith(" given in Python")
+    return isinstance(value, str) and value.endswith(GIVEN)
