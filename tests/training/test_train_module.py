@@ -511,7 +511,11 @@ ERRORS = [
         DataError,
         "data given in Python: samples and targets of the training",
     ),
-    ({"data": DataLoader(TensorDataset(torch.rand(3, 6)))}, DataError, "The training data is a DataLoader, which makes batches"),
+    (
+        {"data": DataLoader(TensorDataset(torch.rand(3, 6)))},
+        DataError,
+        "The training data is a DataLoader, which makes batches",
+    ),
     ({"grad_clip": 1.0}, TypeError, "unexpected keyword argument 'grad_clip'. Did you mean 'clip_norm'?"),
     ({"data": torch.rand(3, 6)}, DataError, "data given in Python: the training data is a Tensor."),
     (
