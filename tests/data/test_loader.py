@@ -164,6 +164,30 @@ def test_the_number_of_threads_of_a_worker_does_not_change_a_sum(vectors):
     assert len(hashes) == 1
 
 
+def masked_and_centered(samples):
+    """Draws as a language model's collator does, and looks at the neighbours of a sample."""
+    X, y = torch.stack([x for x, _ in samples]), torch.stack([label for _, label in samples])
+    return (X - X.mean(0)).masked_fill(torch.bernoulli(torch.full(X.shape, 0.2)).bool(), 0.0), y
+
+
+def test_what_a_collate_fn_draws_is_keyed_by_the_shard(vectors):
+    data = list(zip(*vectors, strict=True))
+
+    def trained(**how):
+        net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+        settings = {"batch_size": 16, "epochs": 2, "quiet": True, "shards": 4, "collate_fn": masked_and_centered, **how}
+        return lockstep.train(model=lambda: net, data=data, **settings)
+
+    torch.manual_seed(0)
+    first = trained(devices=1, workers=0)
+    torch.manual_seed(0)
+    for how in ({"devices": 3, "workers": 0}, {"devices": 2, "workers": 2}, {"devices": 2, "engine": "processes"}):
+        torch.manual_seed(0)
+        assert trained(**how).weights_sha256 == first.weights_sha256, how
+    torch.manual_seed(0)
+    assert trained(devices=1, seed=1).weights_sha256 != first.weights_sha256
+
+
 def test_a_data_set_with_a_generator_of_its_own_is_refused(vectors):
     class Draws(Own):
         rng = np.random.default_rng(0)

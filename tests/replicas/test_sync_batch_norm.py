@@ -223,7 +223,7 @@ def test_a_loss_that_uses_the_users_own_module_is_refused(images):
     def loss(output, y):
         return F.cross_entropy(output, y, reduction="none") + module[2].weight.square().sum()
 
-    with pytest.raises(RunError, match="The loss uses the module that you gave, and not the replica"):
+    with pytest.raises(RunError, match="uses the module that you gave, and not the replica"):
         lockstep.train(model=module, data=images, devices=2, loss=loss, **SETTINGS)
 
 

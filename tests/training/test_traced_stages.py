@@ -1,5 +1,6 @@
 """Stages compute what the module does: whatever tracing does not see is found, and refused before the run."""
 
+import time
 import types
 
 import pytest
@@ -235,3 +236,19 @@ def test_a_hook_of_a_parameter_is_refused():
     net.first.weight.register_hook(lambda gradient: gradient * 0)
     with pytest.raises(lockstep.LockstepError, match=r"first\.weight has a hook \(register_hook\)"):
         lockstep.train(model=net, data=VECTORS, batch_size=20, epochs=1, quiet=True)
+
+
+class Timed(nn.Module):
+    """Its output is another each time."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, X):
+        return self.last(self.first(X) * (1 + time.perf_counter() % 1))
+
+
+def test_a_model_that_gives_something_else_each_time_is_refused():
+    with pytest.raises(lockstep.LockstepError, match="the same samples give something else each time"):
+        trained(Timed, VECTORS, split="network=2")

@@ -4,6 +4,8 @@ import copy
 import random
 import threading
 import time
+import warnings
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -220,6 +222,46 @@ def test_random_numbers_in_the_forward_pass_are_keyed(vectors):
     module = nn.Sequential(nn.Linear(6, 6), Noisy(), nn.Linear(6, 3))
     noisy = [same_for_every_k(module, vectors, seed=seed).weights_sha256 for seed in (0, 0, 1)]
     assert noisy[0] == noisy[1] != noisy[2]
+
+
+def swish(x, slope: float):
+    return x * torch.sigmoid(slope * x) + torch.tanh(x).pow(2)
+
+
+with warnings.catch_warnings(action="ignore"):  # that TorchScript is deprecated
+    scripted = torch.jit.script(swish)
+
+
+class Scripted(nn.Module):
+    """TorchScript compiles a function again after some calls, unless it is told not to."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 64), nn.Linear(64, 3)
+
+    def forward(self, x):
+        return self.last(scripted(self.first(x), 1.5))
+
+
+def test_a_function_in_torchscript_has_the_same_bits_however_often_it_was_called(vectors):
+    """In processes, so that each begins with a function that was not called yet."""
+    results = [
+        lockstep.train(model=Scripted, data=vectors, devices=k, engine="processes", shards=4, **{**SMALL, "epochs": 4})
+        for k in (1, 2, 4)
+    ]
+    assert len({result.weights_sha256 for result in results}) == 1
+
+
+@pytest.mark.parametrize(
+    "mode", [torch.no_grad, torch.inference_mode, partial(torch.autocast, "cpu", torch.bfloat16)], ids=str
+)
+def test_modes_of_the_caller_do_not_reach_the_ranks(vectors, mode):
+    module = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    settings = ({"devices": 2}, {"devices": 2, "engine": "processes"}, {"split": "network=2"})
+    expected = lockstep.train(model=module, data=vectors, devices=1, **SMALL).weights_sha256
+    for how in settings:
+        with mode():
+            assert lockstep.train(model=module, data=vectors, **how, **SMALL).weights_sha256 == expected, how
 
 
 class Noisy(nn.Module):
@@ -549,8 +591,9 @@ def test_a_loss_that_uses_the_users_module_instead_of_the_replica_is_refused(vec
     def loss(output, y):
         return F.cross_entropy(output, y, reduction="none") + module.weight.square().sum()
 
-    with pytest.raises(RunError, match="The loss uses the module that you gave, and not the replica"):
-        lockstep.train(model=module, data=vectors, devices=2, loss=loss, **SMALL)
+    for _ in range(2):  # the second time there are gradients
+        with pytest.raises(RunError, match="uses the module that you gave, and not the replica"):
+            lockstep.train(model=module, data=vectors, loss=loss, **SMALL)
 
 
 class Counter(nn.Linear):

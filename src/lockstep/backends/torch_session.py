@@ -38,6 +38,7 @@ def deterministic_session(devices: list[Device]) -> Iterator[None]:
     """Within it, kernels are deterministic; on exit every setting is restored."""
     with ExitStack() as undo:
         undo.enter_context(one_at_a_time("PyTorch"))
+        undo.enter_context(own_modes())
         undo.enter_context(single_threaded())  # the calling thread too: its number is that of all threads' products
         undo.callback(torch.set_rng_state, torch.get_rng_state())  # the caller's
         _set(undo, torch, "get_rng_state", partial(_get_rng_state, torch.get_rng_state))
@@ -55,6 +56,8 @@ def deterministic_session(devices: list[Device]) -> Iterator[None]:
             warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
         )
         use_deterministic_algorithms(True)
+        # TorchScript compiles a function again after some calls, with other bits: how many depends on the devices
+        undo.callback(torch._C._jit_set_profiling_mode, torch._C._jit_set_profiling_mode(False))
         undo.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # the compiler's advice: it costs bits
         # a debugging aid of deterministic mode, which costs a pass over every new tensor
@@ -95,6 +98,21 @@ def _set_rng_state(original: Callable[[torch.Tensor], None], state: torch.Tensor
     """And puts it back when it computes the same again in the backward pass."""
     keyed = THIS_THREAD.keyed
     (original if keyed is None else keyed.set_host_state)(state)
+
+
+@contextmanager
+def own_modes() -> Iterator[None]:
+    """Within it, gradients are on and autocast is off: modes of the caller's thread, which those of ranks may not have.
+
+    A thread begins without them, and a forked process, or one of torchrun's, with them.
+    """
+    with ExitStack() as modes:
+        modes.enter_context(torch.inference_mode(mode=False))
+        modes.enter_context(torch.enable_grad())
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                modes.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 @contextmanager

@@ -5,7 +5,7 @@
 
 import numpy as np
 
-DROPOUT, AUGMENTATION, OPTIMIZER, SAMPLER = 1, 2, 3, 4  # the last part of a key: what the random numbers are for
+DROPOUT, AUGMENTATION, OPTIMIZER, SAMPLER, COLLATE = range(1, 6)  # the last part of a key: what the numbers are for
 
 
 def keyed_random(*key: int) -> np.random.RandomState:

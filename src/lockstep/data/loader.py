@@ -20,7 +20,7 @@ from lockstep.backends.torch import torch_device
 from lockstep.core.child_process import die_with
 from lockstep.core.errors import DataError, RunError
 from lockstep.core.layout import Array
-from lockstep.core.random import AUGMENTATION
+from lockstep.core.random import AUGMENTATION, COLLATE
 from lockstep.core.source_lines import user_source_line
 from lockstep.data.batch import Batch, DeviceMemory, Split, StaticBatch
 from lockstep.data.dataset import FORMS, leaves_of, map_leaves, pair_of
@@ -145,12 +145,18 @@ class Loader:
         return shards[start]
 
     def _check_again(self, batch: ShardRequest, load: LoadShard, start: int, stop: int) -> None:
-        """Loads samples once more, in this process and backwards, and compares them with what the model gets."""
-        again = self._checked(self._shards[ShardRequest(batch.epoch, batch.samples[start:stop][::-1])])
+        """Loads samples once more, in this process, and compares them with what the model gets.
+
+        Backwards, so that a state is noticed; but a collate_fn of the user's may look at a sample's neighbours.
+        """
+        step = -1 if self._shards.stacks else 1
+        again = self._checked(self._shards[ShardRequest(batch.epoch, batch.samples[start:stop][::step])])
         for one, other in zip(leaves_of(load(start, stop)), leaves_of(again), strict=True):
             if not isinstance(one, torch.Tensor) or not one.ndim or len(one) != stop - start:
                 continue
-            differs = [not torch.equal(a, b) for a, b in zip(one, torch.as_tensor(other).flip(0), strict=True)]
+            loaded_again = torch.as_tensor(other)
+            loaded_again = loaded_again.flip(0) if step < 0 else loaded_again
+            differs = [not torch.equal(a, b) for a, b in zip(one, loaded_again, strict=True)]
             if any(differs):
                 sample = batch.samples[start + differs.index(True)]
                 raise RunError(
@@ -222,16 +228,22 @@ class ShardDataset:
         self._data, self._seed, self._collate = data, seed, collate_fn or default_collate
         self.num_samples = len(data)
 
+    @property
+    def stacks(self) -> bool:
+        """Whether a shard is its samples, one beside the other."""
+        return self._collate is default_collate
+
     def __getitem__(self, request: ShardRequest) -> Any:
         samples = []
         for number in request.samples:
             with seeded(self._seed, request.epoch, number, AUGMENTATION):
                 try:
-                    samples.append(_inputs_and_target(self._data[number], self._collate is default_collate))
+                    samples.append(_inputs_and_target(self._data[number], self.stacks))
                 except (Exception, SystemExit) as problem:
                     return LoadFailure(number, _sentence(problem), user_source_line(problem))
         try:
-            return _plain(self._collate(samples))
+            with seeded(self._seed, request.epoch, request.samples[0], COLLATE):
+                return _plain(self._collate(samples))
         except Exception as problem:
             shapes = sorted({str([tuple(np.shape(leaf)) for leaf in leaves_of(sample)]) for sample in samples})
             reason = f"shapes {' and '.join(shapes[:2])}" if len(shapes) > 1 else _sentence(problem)

@@ -170,15 +170,16 @@ class Gradients:
     @contextmanager
     def watch_originals(self) -> Iterator[None]:
         """Refuses a first backward pass that reaches the user's own module."""
-        before = [param.grad for param in self._originals]
+        before = [_seen(param.grad) for param in self._originals]
         yield
-        self._check_originals(param.grad is not old for param, old in zip(self._originals, before, strict=True))
+        self._check_originals(_seen(param.grad) != old for param, old in zip(self._originals, before, strict=True))
 
     def _check_originals(self, has_gradient: Iterable[bool]) -> None:
         if any(has_gradient):
             raise RunError(
-                "The loss uses the module that you gave, and not the replica that is trained: what it adds has no "
-                "effect. Return what the loss needs from the model, as an entry of a tuple."
+                "The loss, or a function that the model keeps, uses the module that you gave, and not the replica that "
+                "is trained: what it computes has no effect. Return what the loss needs from the model, as an entry of "
+                "a tuple; make such functions methods of the model."
             )
         self._originals = []
 
@@ -186,3 +187,8 @@ class Gradients:
         for name, gradient in zip(self._names, gradients, strict=True):
             if any(part.is_sparse for part in parts_of(gradient)):
                 raise RunError(f"The gradient of {name} is sparse, and only dense ones are added. Use sparse=False.")
+
+
+def _seen(gradient: Tensor | None) -> tuple[int, int] | None:
+    """What differs when a backward pass has made a gradient, or added to one that was there."""
+    return None if gradient is None else (id(gradient), gradient._version)

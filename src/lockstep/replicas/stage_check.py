@@ -39,11 +39,17 @@ def check_stages(module: nn.Module, cut: CutModule, X: Any) -> None:
                 f"{kind} cannot be cut into stages: in {mode} mode it works as a whole, and in stages it fails "
                 f"({first_line(problem)}). {INSTEAD}."
             ) from problem
-        if found != expected and expected == _computed([_copied(module)], X, module, is_training):
+        if found == expected:
+            continue
+        if expected != _computed([_copied(module)], X, module, is_training):
             raise CannotCut(
-                f"{kind} cannot be cut into stages: in {mode} mode they would compute something else than the whole. "
-                f"Does its forward method ask for types or for values, or is it, or __call__, replaced? {INSTEAD}."
+                f"{kind} cannot be cut into stages: in {mode} mode the same samples give something else each time. "
+                "What it draws, counts or reads outside of PyTorch would differ between processes. Leave it out."
             )
+        raise CannotCut(
+            f"{kind} cannot be cut into stages: in {mode} mode they would compute something else than the whole. "
+            f"Does its forward method ask for types or for values, or is it, or __call__, replaced? {INSTEAD}."
+        )
 
 
 def _copied(module: nn.Module) -> nn.Module:

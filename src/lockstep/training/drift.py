@@ -37,7 +37,7 @@ def find_drift(replicas: ReplicaSet) -> Drift | None:
         usual, num_equal = Counter(found[rank] for rank in group).most_common(1)[0]
         named = [
             f"rank {rank} ({engine.devices[rank]}), first in "
-            + next(name for (name, ours), (_, theirs) in zip(found[rank], usual, strict=True) if ours != theirs)
+            + next(name for (name, ours), other in zip(found[rank], usual, strict=True) if (name, ours) != other)
             for rank in group
             if found[rank] != usual
         ]

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
-from lockstep.backends.torch_session import single_threaded
+from lockstep.backends.torch_session import own_modes, single_threaded
 from lockstep.config import RunConfig
 from lockstep.core.device import Device
 from lockstep.partition.grid import Grid
@@ -34,6 +34,7 @@ class SplitModule(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
+@own_modes()
 @single_threaded()  # stages and whole are compared; and ranks of torchrun do so at the same time, on the same cores
 def split_module(config: RunConfig, grid: Grid, spec: TrainSpec, samples: Callable[[], Any]) -> SplitModule:
     """The stages and slices of a module; `samples` gives the inputs of a few samples."""

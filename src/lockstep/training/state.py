@@ -77,7 +77,14 @@ class TrainingState:
 
 def check_same_model(engine: Engine, initial: dict[str, Array]) -> None:
     """Refuses ranks that have made another model than rank 0."""
+    names = engine.all_gather([list(initial) for _ in engine.local_ranks])
     hashes = engine.all_gather([sha256_of(list(initial.values())) for _ in engine.local_ranks])
+    for rank, other in enumerate(names):
+        if other != names[0]:
+            raise ConfigError(
+                f"The model of rank {rank} has other parameters than that of rank 0, or the same in another order. "
+                "Make it the same in every process: of lists and dicts, not of sets, whose order is another each time."
+            )
     for rank, other in enumerate(hashes):
         if other != hashes[0]:
             raise ConfigError(

@@ -24,7 +24,7 @@ OBJECTS = {  # settings that may be an object instead of a name
 ONLY_OBJECTS = ("scheduler", "metrics", "collate_fn", "sampler", "on_step", "on_epoch")
 
 
-OTHERS_NAMES = {  # what PyTorch's users call a setting -> what it is here
+OTHERS_NAMES = {  # what a setting is called elsewhere -> here
     "shuffle": "sampler", "num_workers": "workers", "criterion": "loss", "loss_fn": "loss", "net": "model",
     "module": "model", "dataset": "data", "max_epochs": "num_epochs", "gpus": "devices", "num_devices": "devices",
     "grad_clip": "clip_norm", "max_grad_norm": "clip_norm", "gradient_clip_val": "clip_norm", "max_norm": "clip_norm",
