@@ -9,8 +9,9 @@ from lockstep.core.device import Device
 from lockstep.core.errors import Interrupted
 from lockstep.runtime.launch import supervisor
 
-def supervise(work, num_workers=2):
-    supervisor.Supervisor([Device(f"cpu:{n}") for n in range(num_workers)], work, 60.0, False, 3).supervise(quiet=True)
+def supervise(work, num_workers=2, timeout=60.0):
+    devices = [Device(f"cpu:{n}") for n in range(num_workers)]
+    supervisor.Supervisor(devices, work, timeout, False, 3).supervise(quiet=True)
 """
 KILLED = """
 def work(client):
@@ -35,6 +36,20 @@ os.register_at_fork(after_in_parent=between)
 def work(client):
     while True:
         client.is_to_stop()
+        time.sleep(0.01)
+
+try:
+    supervise(work)
+except Interrupted as problem:
+    print(problem)
+"""
+INTERRUPTED_AND_HANGING = """
+supervisor.END_FACTOR = 0.01
+
+def work(client):
+    if client.worker == 0:
+        os.kill(os.getppid(), signal.SIGTERM)
+    while True:
         time.sleep(0.01)
 
 try:
@@ -82,6 +97,12 @@ def test_workers_whose_supervisor_was_killed_end_without_a_word():
 def test_a_second_interrupt_is_not_lost_in_a_fork():
     done = output_of(INTERRUPTED_IN_FORK)
     assert done.stdout == "interrupted a second time: the workers were ended at once.\n"
+    assert done.stderr == ""
+
+
+def test_workers_that_hang_when_the_run_is_interrupted_are_ended():
+    done = output_of(INTERRUPTED_AND_HANGING)
+    assert done.stdout == "interrupted, and the workers have not stopped in 0.6 s: they were ended.\n"
     assert done.stderr == ""
 
 

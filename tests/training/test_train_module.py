@@ -585,6 +585,20 @@ def test_wrong_arguments_are_refused_in_a_sentence(vectors, wrong, kind, sentenc
     assert threading.active_count() == 1
 
 
+class ClipsInEvaluation(nn.Linear):
+    def forward(self, x):
+        if not self.training:
+            with torch.no_grad():
+                self.weight.mul_(0.99)
+        return super().forward(x)
+
+
+def test_a_parameter_that_evaluation_writes_to_is_refused(vectors):
+    for k in (1, 2):
+        with pytest.raises(LockstepError, match="The model changes its parameter weight in the forward pass"):
+            lockstep.train(model=ClipsInEvaluation(6, 3), data=(vectors, vectors), devices=k, **SMALL)
+
+
 def test_a_loss_that_uses_the_users_module_instead_of_the_replica_is_refused(vectors):
     module = nn.Linear(6, 3)
 

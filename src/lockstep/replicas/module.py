@@ -219,7 +219,8 @@ class ModuleReplica:
         self._lent.take_back()
         self.module.eval()
         random = self._random.start(shard_seed(self._spec.seed, 0, 0))
-        with torch.no_grad(), plain_errors(self._device.type), random, self._losses.autocast():
+        kept, autocast = self._losses.parameters_kept(), self._losses.autocast()
+        with torch.no_grad(), plain_errors(self._device.type), kept, random, autocast:
             self._losses.prepare(self.module, X)
             output = module_state.call(self.module, self._losses.in_memory_format(X))
             found = self._losses.measured(output, X, y)

@@ -1,8 +1,8 @@
 """The loss of a shard: the model's output with the shard's random numbers, in the run's precision, then the loss."""
 
 import copy
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -131,8 +131,7 @@ class ShardLoss:
             self.function.find_weight(module, X)
 
     def _output_of(self, module: nn.Module, shard: Shard) -> Any:
-        versions = [param._version for _, param in self._params]
-        with self.watched(), self.autocast():
+        with self.parameters_kept(), self.watched(), self.autocast():
             call = self._compiled if self._is_compiled(shard) else module_state.call
             try:
                 output = call(module, shard.X if shard.is_cut else self.in_memory_format(shard.X))
@@ -143,6 +142,13 @@ class ShardLoss:
                     f"A shard of this batch has one sample only, too few for batch norm ({problem}). Use larger "
                     f"batches, fewer shards, or batch_norm='sync': the statistics of the whole batch."
                 ) from problem
+        return output
+
+    @contextmanager
+    def parameters_kept(self) -> Iterator[None]:
+        """Refuses a forward pass, in training or in evaluation, that writes to a parameter."""
+        versions = [param._version for _, param in self._params]
+        yield
         if versions != [param._version for _, param in self._params]:
             changed = next(n for (n, p), before in zip(self._params, versions, strict=True) if p._version != before)
             raise RunError(
@@ -150,7 +156,6 @@ class ShardLoss:
                 f"weights or Embedding(max_norm=...) does: once for each shard of a device, so devices would end with "
                 f"different parameters. Leave that out; for an average of the weights, use --ema (ema=0.999)."
             )
-        return output
 
     def measured(self, output: Any, X: Any, y: Any) -> Measured:
         """The loss and metrics of some samples, from the model's output for them."""

@@ -27,6 +27,7 @@ from lockstep.runtime.launch.silence import SilenceWatch
 from lockstep.runtime.launch.worker_client import NO_MEMORY, POLL_SECONDS, Secrets, WorkerClient, run_worker
 from lockstep.runtime.store import private_file
 
+END_FACTOR = 5.0  # times --timeout: to end a step and to save it, after an interrupt
 SILENT_SECONDS = 3.0  # after --timeout, for those who wait for a silent worker to name it first
 GRACE_SECONDS = 5.0  # for a death to be noticed, once a worker has reported that its peers failed
 
@@ -70,6 +71,7 @@ class Supervisor:
     def supervise(self, quiet: bool = False) -> None:
         """Starts the workers and sees the run through."""
         with Interrupts(notify=not quiet, raises=False) as interrupts:
+            interrupted = 0.0
             try:
                 for slot in range(len(self._slots)):
                     self._start(slot)
@@ -80,12 +82,19 @@ class Supervisor:
                         raise Interrupted("interrupted a second time: the workers were ended at once.")
                     if interrupts.requested:
                         self._store.set("stop", "")
+                        self._end_after(interrupted := interrupted or time.monotonic())
                     time.sleep(POLL_SECONDS)
             finally:
                 self._end_all()
                 if sys.stderr.isatty():
                     sys.stderr.write("\x1b[?25h")  # a bar hides the cursor, and its process may have been killed
                     sys.stderr.flush()
+
+    def _end_after(self, interrupted: float) -> None:
+        """Ends workers that hang: they have not come to the end of a step, and saved it, in a long time."""
+        seconds = END_FACTOR * self._timeout
+        if time.monotonic() > interrupted + seconds:
+            raise Interrupted(f"interrupted, and the workers have not stopped in {seconds:g} s: they were ended.")
 
     def _watch(self) -> bool:
         """Looks at every worker once; True when the run is done."""
