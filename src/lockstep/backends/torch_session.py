@@ -57,7 +57,8 @@ def deterministic_session(devices: list[Device]) -> Iterator[None]:
         )
         use_deterministic_algorithms(True)
         # TorchScript compiles a function again after some calls, with other bits: how many depends on the devices
-        undo.callback(torch._C._jit_set_profiling_mode, torch._C._jit_set_profiling_mode(False))
+        if hasattr(torch._C, "_jit_set_profiling_mode"):
+            undo.callback(torch._C._jit_set_profiling_mode, torch._C._jit_set_profiling_mode(False))
         undo.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # the compiler's advice: it costs bits
         # a debugging aid of deterministic mode, which costs a pass over every new tensor

@@ -31,9 +31,8 @@ class Comparison:
     rows: list[Row]
     out: Path | None = None
     wanted: float | None = None  # a test accuracy; None: 95 % of the best
-    diverged: dict[str, str] = field(
-        default_factory=dict
-    )  # runs that are no rows: their numbers were not finite, where
+    # runs that are no rows, and where their numbers were no longer finite
+    diverged: dict[str, str] = field(default_factory=dict)
     _labels: Labels = field(init=False)
 
     def __post_init__(self) -> None:
@@ -162,7 +161,7 @@ class Comparison:
         """What the runs show, in one sentence; those that have diverged in another."""
         found = Findings(self.rows, self._labels, self.target).sentence()
         if self.diverged:
-            found += f" Diverged: {'; '.join(f'{name} ({why})' for name, why in self.diverged.items())}."
+            found += f" Diverged: {with_reasons(self.diverged)}."
         return found
 
     def _curves(self) -> "Curves":
@@ -217,3 +216,8 @@ class Comparison:
 def _text(value: Any) -> str:
     """A setting in the table."""
     return "default" if value is None else str(value)
+
+
+def with_reasons(diverged: dict[str, str]) -> str:
+    """Runs that have diverged, each with where it has."""
+    return "; ".join(f"{name} ({why})" for name, why in diverged.items())

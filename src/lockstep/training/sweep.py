@@ -21,7 +21,7 @@ from lockstep.report.run_files import EPOCH, RecordedRun, read_recorded
 from lockstep.report.runlog import check_folder, read_settings
 from lockstep.training.checkpoint import how_to_resume
 from lockstep.training.compared_rows import Row
-from lockstep.training.comparison import ALWAYS, Comparison
+from lockstep.training.comparison import ALWAYS, Comparison, with_reasons
 from lockstep.training.run import run
 from lockstep.training.setup import prepare, with_engine
 from lockstep.training.sweep_file import LISTS, Sweep, Values, refuse_other
@@ -106,15 +106,11 @@ def run_sweep(
                 continue
         rows.append(Row({**vars(config), **_made_with(out)}, result))
     if not rows:
-        raise RunError(f"All runs have diverged: {_listed(diverged)}. Try smaller learning rates (--lr).")
+        raise RunError(f"All runs have diverged: {with_reasons(diverged)}. Try smaller learning rates (--lr).")
     found = Comparison(rows, folder, sweep.target, diverged)
     if folder is not None and prints_result():
         found.save(folder)
     return found
-
-
-def _listed(diverged: dict[str, str]) -> str:
-    return "; ".join(f"{name} ({why})" for name, why in diverged.items())
 
 
 @contextmanager
