@@ -2,12 +2,14 @@
 
 import csv
 import os
+import time
 import warnings
 
 import pytest
 
 import lockstep
 from lockstep.core.errors import ConfigError, RunError
+from lockstep.report.loggers import TensorBoard
 
 SETTINGS = {"data": "fashion-mnist-mini", "batch_size": 250, "quiet": True}
 
@@ -68,6 +70,17 @@ def test_a_run_that_is_resumed_continues_its_curves(tmp_path):
     lockstep.train(1, **settings, resume=True)
     found = curves_in(tmp_path / "run" / "tensorboard")
     assert list(found["train_loss"]) == list(range(1, 17))
+
+
+def test_two_files_of_one_second_are_two(tmp_path, monkeypatch):
+    now = time.time()
+    monkeypatch.setattr("time.time", lambda: now)
+    for step in (1, 2):
+        board = TensorBoard(tmp_path)
+        board.first_step = step
+        board.log_metrics({"loss": float(step)}, step)
+        board.finalize("success")
+    assert curves_in(tmp_path) == {"loss": {1: 1.0, 2: 2.0}}
 
 
 def test_any_object_with_the_methods_of_lightnings_loggers_is_called():

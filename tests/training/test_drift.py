@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from torch import nn
 import lockstep
 from lockstep.core.errors import LockstepError
 from lockstep.replicas.module_state import checksum
+from lockstep.training.state import check_same_model
 
 HOW = {"batch_size": 10, "shards": 5, "epochs": 3, "quiet": True, "verify_every": 0}
 
@@ -224,3 +226,14 @@ def test_an_interrupted_run_of_processes_saves_no_replica_that_has_drifted(tmp_p
     else:
         assert "Interrupted: interrupted after step" in done.stderr
         assert saved
+
+
+def test_a_rank_whose_parameters_have_another_order_is_told_so(on_ranks):
+    """Their bytes may be equal; layers that are made of a set have another order in every process."""
+
+    def check(engine):
+        names = "ab" if engine.local_ranks[0] == 0 else "ba"
+        with pytest.raises(LockstepError, match=r"The model of rank 1 has other parameters .* in another order"):
+            check_same_model(engine, {name: np.zeros(2, np.float32) for name in names})
+
+    on_ranks(2, check)

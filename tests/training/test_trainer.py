@@ -230,6 +230,15 @@ def test_activation_checkpointing_with_dropout_draws_the_same_numbers_again():
     assert {loop(k, on) for k in DEVICES for on in (True, False)} == {loop(1, False)}
 
 
+def test_objects_are_given_again_to_a_trainer_that_is_loaded(tmp_path):
+    optimizer = lambda params: torch.optim.SGD(params, 0.1)  # noqa: E731 - one without a name
+    with lockstep.Trainer(net(), optimizer=optimizer, devices=1) as trainer:
+        path = trainer.save(tmp_path / "saved")
+    with pytest.raises(ConfigError, match="Give what was an object again: optimizer="):
+        lockstep.Trainer.load(path, model=net())
+    lockstep.Trainer.load(path, model=net(), optimizer=optimizer).close()
+
+
 @pytest.mark.parametrize("k", DEVICES)
 def test_a_saved_trainer_continues_on_other_devices(tmp_path, k):
     every = list(batches(3))

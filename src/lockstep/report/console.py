@@ -11,19 +11,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lockstep.core.files import printable
 from lockstep.core.terminal import wrapped
-from lockstep.report.events import (
-    EpochDone,
-    Event,
-    Incident,
-    Result,
-    RunDone,
-    RunStarted,
-    RunStopped,
-    StepDone,
-    Traced,
-    short,
-)
-from lockstep.report.result_tables import device_names
+from lockstep.report.events import EpochDone, Event, Incident, Result, RunDone, RunStarted, RunStopped, StepDone, Traced
+from lockstep.report.result_tables import device_names, short
 from lockstep.report.waterfall_text import waterfall_lines
 
 SIZES = {"GB": 1e9, "MB": 1e6, "kB": 1e3}  # of memory, in bytes

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core.layout import Array
-from lockstep.report.result_tables import html_table, text_table
+from lockstep.report.result_tables import html_table, short, text_table
 
 
 @dataclass(frozen=True)
@@ -82,15 +82,6 @@ def _shown(name: str, value: Any) -> str:
     if value is None or name == "epoch":
         return "" if value is None else str(value)
     return f"{value:.2f}" if name == "seconds" else short(value)
-
-
-def short(value: float) -> str:
-    """A loss, or another number of a run.
-
-    >>> short(2.30258), short(-1.58e21)
-    ('2.3026', '-1.58e+21')
-    """
-    return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.4g}"
 
 
 class TrainedParams(dict[str, Array]):

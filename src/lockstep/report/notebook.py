@@ -13,18 +13,8 @@ from typing import Any
 from lockstep.core.interrupts import Interrupts
 from lockstep.core.notebook_kernel import in_notebook as in_notebook
 from lockstep.report.console import Console, description, epoch_line, last_lines
-from lockstep.report.events import (
-    EpochDone,
-    Event,
-    Incident,
-    Result,
-    RunDone,
-    RunStarted,
-    RunStopped,
-    StepDone,
-    Traced,
-    short,
-)
+from lockstep.report.events import EpochDone, Event, Incident, Result, RunDone, RunStarted, RunStopped, StepDone, Traced
+from lockstep.report.result_tables import short
 from lockstep.report.runlog import to_json
 from lockstep.report.step_sampling import StepSampling
 from lockstep.report.svg import Chart, Series, epochs_range, line_chart

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from lockstep.core.files import printable
-from lockstep.report.events import short
+from lockstep.report.result_tables import short
 from lockstep.report.run_files import RecordedRun, read_trace
 from lockstep.report.svg import Chart, Series, epochs_range, line_chart
 from lockstep.report.timeline import StepTimeline, timeline_of

@@ -53,3 +53,12 @@ def listed_devices(devices: Sequence[str]) -> str:
     """The names of devices; of many, their number too."""
     names = device_names(devices)
     return names if len(devices) <= MANY else f"{len(devices)} devices ({names})"
+
+
+def short(value: float) -> str:
+    """A loss, or another number of a run.
+
+    >>> short(2.30258), short(-1.58e21)
+    ('2.3026', '-1.58e+21')
+    """
+    return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.4g}"
