@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
+from lockstep.training import module_split
 from training.split_models import seeded
 
 generator = torch.Generator().manual_seed(0)
@@ -252,3 +253,15 @@ class Timed(nn.Module):
 def test_a_model_that_gives_something_else_each_time_is_refused():
     with pytest.raises(lockstep.LockstepError, match="the same samples give something else each time"):
         trained(Timed, VECTORS, split="network=2")
+
+
+def test_stages_are_compared_with_one_thread(monkeypatch):
+    """With several, programs that share cores take minutes for it; and some operations have other bits."""
+    seen, before = [], torch.get_num_threads()
+    monkeypatch.setattr(module_split, "check_stages", lambda *given: seen.append(torch.get_num_threads()))
+    torch.set_num_threads(2)
+    try:
+        trained(Net, VECTORS, split="network=2")
+        assert (seen, torch.get_num_threads()) == ([1], 2)
+    finally:
+        torch.set_num_threads(before)
