@@ -12,7 +12,7 @@ from lockstep.backends.torch_kernels import can_compile_kernels
 from lockstep.backends.torch_session import deterministic_session
 from lockstep.core.device import Device
 from lockstep.core.layout import Layout
-from lockstep.schedules.reduction_tree import sum_with_brackets
+from lockstep.schedules.reduction_tree import brackets_of, sum_with_brackets
 
 pytestmark = [
     pytest.mark.cuda,
@@ -36,7 +36,7 @@ def test_gradients_in_pieces_are_added_in_the_brackets_of_the_tree(num_shards):
         pieces[2] = pieces[2].bfloat16()
         pieces[3] = None if number == 1 else torch.randn(8, device=GPU)[1:]  # not aligned
         shards.append(GradientPieces(layout, pieces, GPU))
-    brackets = sum_with_brackets([f"x{n}" for n in range(num_shards)], "({}+{})".format)
+    brackets = brackets_of(num_shards)
     expected = sum_with_brackets([shard.flat() for shard in shards], torch.add)
     assert torch.equal(shards[0].added(brackets, shards[1:]), expected)
 
@@ -254,6 +254,7 @@ def test_sums_over_rows_in_a_session_are_those_of_pytorch(dtype):
     matrix = torch.randn(6304, 768, device=GPU).to(dtype)
     images = torch.randn(8, 48, 20, 20, device=GPU).to(dtype).contiguous(memory_format=torch.channels_last)
     cases = [(matrix, [0]), (matrix.view(32, 197, 768), [0, 1]), (images, [0, 2, 3]), (matrix[:, :40], [0])]
+    cases += [(matrix[:256], [0])]  # that one program reads
     others = [(matrix, [1]), (matrix, [0, 1]), (matrix[:3], [0])]  # are PyTorch's
 
     def sums():

@@ -10,14 +10,13 @@ from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map_only
 from lockstep.backends.torch import TorchBackend
 from lockstep.backends.torch_gradient_pieces import GradientPieces
 from lockstep.core.tracing import traced
-from lockstep.runtime.held_values import HeldValues
+from lockstep.runtime.partial_sums import PartialSums
 
 
-# a replay fills the memory of a capture: of gradients in pieces, and of what ranks hold, too
-def held_with(found, held):
-    held = held.copy()
-    (held._found,) = found
-    return held
+# a replay fills the memory of a capture: of gradients in pieces, and of sums, too
+def sums_with(tensors, sums):
+    (sums._tensors,) = tensors  # the same object, as a capture that runs once returns it
+    return sums
 
 
 register_pytree_node(
@@ -25,7 +24,7 @@ register_pytree_node(
     lambda found: (found.pieces, found),
     lambda pieces, found: GradientPieces(found._layout, list(pieces), found._device),
 )
-register_pytree_node(HeldValues, lambda held: ([held._found], held), held_with)
+register_pytree_node(PartialSums, lambda sums: ([sums._tensors], sums), sums_with)
 
 
 class FakeCapture:

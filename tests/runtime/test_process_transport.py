@@ -79,12 +79,12 @@ def test_every_rank_has_the_total_twice_in_a_row(exchange, num_ranks, size):
         def total(rank, leaves=leaves):
             interpreter = interpreters[rank]
             for shard in ranges[rank]:
-                interpreter.held.hold(Partial(Node(shard, 1), entries), leaves[shard])
+                interpreter.state.sums.put(Partial(Node(shard, 1), entries), leaves[shard])
             for instruction in interpreter.program.exchange:
                 if not isinstance(instruction, WaitForBackward):
                     interpreter.execute(instruction)
             interpreter.hold_total()
-            return interpreter.total
+            return interpreter.state.total
 
         with ThreadPoolExecutor(num_ranks) as pool:
             totals = list(pool.map(total, range(num_ranks)))

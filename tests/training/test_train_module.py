@@ -593,10 +593,13 @@ class ClipsInEvaluation(nn.Linear):
         return super().forward(x)
 
 
-def test_a_parameter_that_evaluation_writes_to_is_refused(vectors):
-    for k in (1, 2):
-        with pytest.raises(LockstepError, match="The model changes its parameter weight in the forward pass"):
-            lockstep.train(model=ClipsInEvaluation(6, 3), data=(vectors, vectors), devices=k, **SMALL)
+@pytest.mark.parametrize(
+    "how", [{"devices": 1}, {"devices": 2}, {"devices": 1, "slices": 2}, {"split": "layers=2", "slices": 2}]
+)
+def test_a_parameter_that_evaluation_writes_to_is_refused(vectors, how):
+    model = nn.Sequential(ClipsInEvaluation(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    with pytest.raises(LockstepError, match=r"The model changes its parameter 0\.weight in the forward pass"):
+        lockstep.train(model=model, data=(vectors, vectors), **SMALL, **how)
 
 
 def test_a_loss_that_uses_the_users_module_instead_of_the_replica_is_refused(vectors):

@@ -3,12 +3,14 @@
 import io
 import textwrap
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from lockstep.analysis.plan import Plan, PlanRow
+from lockstep.core.random_state import random_state_kept
 from lockstep.report.console import size
+
+with random_state_kept():
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
 MAX_ROWS = 32  # of the table on a terminal
 WIDTH, COMPLETE = 100, 160  # columns of text; where nothing of it is wrapped

@@ -4,8 +4,11 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
 
-from rich.console import Console
-from rich.table import Table as Grid
+from lockstep.core.random_state import random_state_kept
+
+with random_state_kept():
+    from rich.console import Console
+    from rich.table import Table as Grid
 
 
 class Spread(NamedTuple):

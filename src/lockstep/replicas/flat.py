@@ -15,9 +15,16 @@ from lockstep.models import CrossEntropySum, Forward
 from lockstep.optim.lr_schedule import LRSchedule
 from lockstep.optim.optimizers import Optimizer, State, clip_factor
 from lockstep.partition.placement import Part, owned_ranges
-from lockstep.replicas.replica import AllGatherTensors, BatchSummary, Capturable, Leaf, Measured, ReplicaState, Shard
-
-OF_PARAMETER = "optimizer/"  # the unit of a parameter's state
+from lockstep.replicas.replica import (
+    OF_PARAMETER,
+    AllGatherTensors,
+    BatchSummary,
+    Capturable,
+    Leaf,
+    Measured,
+    ReplicaState,
+    Shard,
+)
 
 
 @dataclass(frozen=True)

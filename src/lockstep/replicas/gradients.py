@@ -170,9 +170,12 @@ class Gradients:
     @contextmanager
     def watch_originals(self) -> Iterator[None]:
         """Refuses a first backward pass that reaches the user's own module."""
-        before = [_seen(param.grad) for param in self._originals]
+        before = [(param.grad, _version_of(param.grad)) for param in self._originals]
         yield
-        self._check_originals(_seen(param.grad) != old for param, old in zip(self._originals, before, strict=True))
+        self._check_originals(
+            param.grad is not gradient or _version_of(gradient) != version
+            for param, (gradient, version) in zip(self._originals, before, strict=True)
+        )
 
     def _check_originals(self, has_gradient: Iterable[bool]) -> None:
         if any(has_gradient):
@@ -189,6 +192,6 @@ class Gradients:
                 raise RunError(f"The gradient of {name} is sparse, and only dense ones are added. Use sparse=False.")
 
 
-def _seen(gradient: Tensor | None) -> tuple[int, int] | None:
-    """What differs when a backward pass has made a gradient, or added to one that was there."""
-    return None if gradient is None else (id(gradient), gradient._version)
+def _version_of(gradient: Tensor | None) -> int:
+    """What grows when a backward pass adds to it."""
+    return 0 if gradient is None or gradient.is_inference() else gradient._version

@@ -16,6 +16,7 @@ from lockstep.replicas.module_state import to_numpy
 MAX_DEPTH, MAX_VALUES = 8, 20_000
 OURS = "lockstep.training."  # like another trainer, whose module a loss uses
 PLAIN = (int, float, complex, str, bytes, bool, type(None))
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # attributes
 
 
 def state_of(owner: Any, is_model: bool = True) -> dict[str, str]:
@@ -77,7 +78,7 @@ def _text(value: Any) -> str | None:
 
 def _parts(value: Any, is_model: bool) -> Iterator[tuple[str, Any]]:
     if isinstance(value, nn.Module):
-        yield from ((name, part) for name, part in vars(value).items() if name not in _OF_EVERY_MODULE)
+        yield from ((name, part) for name, part in vars(value).items() if name not in OF_EVERY_MODULE)
         yield from value._parameters.items()
         if not is_model:
             yield from value._buffers.items()
@@ -97,6 +98,3 @@ def _parts(value: Any, is_model: bool) -> Iterator[tuple[str, Any]]:
         yield "self", value.__self__
     elif hasattr(value, "__dict__") and not isinstance(value, (type, type(np))):
         yield from list(vars(value).items())
-
-
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.backends.torch_large_vectors import memory_for_result
-from lockstep.core.errors import ConfigError, RunError, first_line
+from lockstep.core.errors import ConfigError, first_line
 from lockstep.core.layout import Layout
 from lockstep.core.random import OPTIMIZER, seed_of
 from lockstep.optim.torch_on_gpu import GpuOptimizer
@@ -80,7 +80,7 @@ class ModuleUpdate:
     def put(self, gradients: Gradients, total: Tensor | None, batch: BatchSummary) -> None:
         """Makes the mean over the batch the gradient of the parameters; the only division."""
         if total is not None:
-            mean = torch.div(total, divisor_of(batch), out=memory_for_result(total))
+            mean = torch.div(total, batch.divisor, out=memory_for_result(total))
             gradients.put(mean, batch.used, self.owned)
 
     def norms(self) -> dict[str, float]:
@@ -168,15 +168,6 @@ def _optimizer_of(spec: TrainSpec, own: list[tuple[str, nn.Parameter]]) -> torch
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     """The memory of some tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def divisor_of(batch: BatchSummary) -> float:
-    """What the summed gradient is divided by."""
-    if not batch.divisor:
-        raise RunError(
-            "The weights of the loss add up to 0 in this batch: nothing in it counts. Leave such batches out."
-        )
-    return batch.divisor
 
 
 def check_can_be_shared(spec: TrainSpec) -> None:

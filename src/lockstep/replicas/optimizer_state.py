@@ -12,11 +12,10 @@ from torch import Tensor
 
 from lockstep.core.errors import ConfigError, RunError
 from lockstep.replicas.module_state import to_numpy
-from lockstep.replicas.replica import ReplicaState
+from lockstep.replicas.replica import OF_PARAMETER, ReplicaState
 
 NOT_STATE = ("params", "fused", "foreach", "capturable")  # the last three are how a kind of device computes the update
 SAME = "Resume with the same optimizer and scheduler, or start another run in another folder (--out)."
-OF_PARAMETER = "optimizer/"  # the unit of a parameter's state
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, scheduler: Any, names: dict[int, str]) -> ReplicaState:

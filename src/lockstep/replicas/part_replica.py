@@ -180,6 +180,7 @@ class PartModuleReplica(ModuleReplica):
         with (
             torch.no_grad(),
             plain_errors(self._device.type),
+            self._losses.parameters_kept(),
             random,
             self._losses.autocast(),
             slices.forward() if slices else nullcontext(),

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from lockstep.backends import OnReady, Pieces, Tensor
+from lockstep.core.errors import RunError
 from lockstep.core.layout import Array
 
 
@@ -56,7 +57,12 @@ class BatchSummary(NamedTuple):
     @property
     def divisor(self) -> float:
         """What the summed gradient is divided by: the samples of the batch, or their weights."""
-        return sum(self.shard_sizes) if self.weights is None else math.fsum(self.weights)
+        divisor = sum(self.shard_sizes) if self.weights is None else math.fsum(self.weights)
+        if not divisor:
+            raise RunError(
+                "The weights of the loss add up to 0 in this batch: nothing in it counts. Leave such batches out."
+            )
+        return divisor
 
 
 class Measured(NamedTuple):
@@ -134,6 +140,9 @@ class Replica(Protocol):
 
     def state_dict(self) -> "ReplicaState":
         """What else a new replica needs to continue: the optimizer's state of the parameters that it owns."""
+
+
+OF_PARAMETER = "optimizer/"  # how the names of units begin that are the optimizer's state of a parameter
 
 
 class ReplicaState(NamedTuple):

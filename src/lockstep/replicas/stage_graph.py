@@ -48,7 +48,7 @@ class LayerTracer(fx.Tracer):
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         name = self.path_of_module(m)
         if not self.is_leaf_module(m, name):
-            check_hooks(m, name, m._backward_hooks, m._backward_pre_hooks)
+            check_hooks(name, m._backward_hooks, m._backward_pre_hooks)
         self._path.append(name)
         try:
             return super().call_module(m, forward, args, kwargs)
@@ -79,7 +79,7 @@ def traced_with_paths(module: nn.Module, opened: Iterable[str], X: Any = None) -
     tracer, kept = LayerTracer(opened, X), Kept(module)
     try:
         own = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-        check_hooks(module, "", *own)
+        check_hooks("", *own)
         with tensor_makers_recorded(tracer):
             graph = tracer.trace(module)
         check_tensors(module, graph)

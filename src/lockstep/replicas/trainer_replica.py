@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from lockstep.core.random import OPTIMIZER, seed_of
 from lockstep.replicas.module_capture import CapturableModuleReplica
-from lockstep.replicas.module_update import divisor_of
 from lockstep.replicas.replica import BatchSummary
 
 
@@ -33,7 +32,7 @@ class TrainerReplica(CapturableModuleReplica):
 
         The update comes later, or never.
         """
-        held = HeldSum(total.clone(), divisor_of(batch), batch.used)
+        held = HeldSum(total.clone(), batch.divisor, batch.used)
         self._held = held = held if self._held is None else self._held.plus(held)
         self._gradients.put(held.total / held.divisor, held.used)
         self._buffers.merge(batch.buffers, batch.shard_sizes)

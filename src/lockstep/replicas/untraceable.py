@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
+from lockstep.replicas.hidden_state import OF_EVERY_MODULE, PLAIN
+
 # they make tensors of sizes, and of no tensor
 MAKERS = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm", "tensor",
           "zeros")  # fmt: skip
@@ -49,7 +51,7 @@ def _random_states() -> tuple[object, ...]:
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), repr(np.random.get_state())
 
 
-def check_hooks(module: nn.Module, name: str, *hooks: dict[int, Any]) -> None:
+def check_hooks(name: str, *hooks: dict[int, Any]) -> None:
     """Refuses hooks that stages would not call."""
     if any(hooks):
         raise ValueError(f"{name or 'it'} has hooks, which stages would not call: register them at layers inside of it")
@@ -94,7 +96,7 @@ class Kept:
             (f"{prefix}.{name}" if prefix else name, value, value.copy())
             for prefix, part, before, _ in self._parts
             for name, value in before.items()
-            if name not in _OF_EVERY_MODULE and type(value) in (dict, list, set)
+            if name not in OF_EVERY_MODULE and type(value) in (dict, list, set)
         ]
         self._params = [(name, param, param._version) for name, param in module.named_parameters()]
 
@@ -105,7 +107,7 @@ class Kept:
                 raise ValueError(f"it writes to its parameter {name}, which stages would not: leave that out")
         for prefix, part, before, _ in self._parts:
             for name in {**before, **vars(part)}:
-                if name not in _OF_EVERY_MODULE and _differs(before.get(name), vars(part).get(name)):
+                if name not in OF_EVERY_MODULE and _differs(before.get(name), vars(part).get(name)):
                     path = f"{prefix}.{name}" if prefix else name
                     raise ValueError(f"it changes its attribute {path}, which stages would not: make it a buffer")
 
@@ -135,7 +137,3 @@ def _differs(before: Any, after: Any) -> bool:
     if before is after:
         return False
     return not (isinstance(before, PLAIN) and type(before) is type(after) and before == after)
-
-
-PLAIN = int, float, complex, str, bytes, bool
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))

@@ -6,14 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from rich.console import Console as RichConsole
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
 from lockstep.core.files import printable
+from lockstep.core.random_state import random_state_kept
 from lockstep.core.terminal import wrapped
 from lockstep.report.events import EpochDone, Event, Incident, Result, RunDone, RunStarted, RunStopped, StepDone, Traced
 from lockstep.report.result_tables import device_names, short
 from lockstep.report.waterfall_text import waterfall_lines
+
+with random_state_kept():
+    from rich.console import Console as RichConsole
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 SIZES = {"GB": 1e9, "MB": 1e6, "kB": 1e3}  # of memory, in bytes
 PLAIN_LINE_SECONDS = 10.0  # in a log, a line within an epoch at most this often

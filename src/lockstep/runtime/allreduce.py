@@ -68,7 +68,7 @@ class OneThread:
         """The total on every rank; in the memory of `vectors`, where the framework writes in place."""
         try:
             for interpreter, leaf, vector in zip(self._interpreters, self._leaves, vectors, strict=True):
-                interpreter.held.hold(leaf, vector)
+                interpreter.state.sums.put(leaf, vector)
                 interpreter.workspace.use_as_total(vector)
             for execute, instruction in self._order:
                 execute(instruction)

@@ -8,15 +8,14 @@ the host is a few steps ahead of it.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, cast
 
 from lockstep.backends import GraphCapture, LossFuture, Tensor
-from lockstep.core.errors import CaptureError, LockstepError, RankError, RunError
-from lockstep.core.source_lines import user_source_line
+from lockstep.core.errors import CaptureError, RunError
 from lockstep.core.tracing import SpanName, Trace, span, traced
 from lockstep.data.batch import Batch
 from lockstep.parallel.data import DataParallel, data_parallel
@@ -28,6 +27,7 @@ from lockstep.runtime.engine import Engine, Position, Rank, StepInput, has_all_r
 from lockstep.runtime.interpreter import Interpreter
 from lockstep.runtime.out_of_memory import is_out_of_memory
 from lockstep.runtime.rank_capture import RankCapturedSteps
+from lockstep.runtime.rank_errors import errors_named
 from lockstep.runtime.shard_groups import shard_groups
 from lockstep.runtime.step import EagerSteps, StepOptions, Steps
 from lockstep.runtime.thread_transport import ThreadGroup
@@ -189,7 +189,7 @@ class CapturedSteps:
                 self._update(interpreters, step)
             elif with_update:
                 for replica, interpreter in zip(self._replicas, interpreters, strict=True):
-                    replica.warm_up_update(step, interpreter.total, interpreter.summary())
+                    replica.warm_up_update(step, interpreter.state.total, interpreter.summary())
             is_warm = True
             return self._capture.stack([loss for rank in interpreters[0].results() for loss in rank.losses])
 
@@ -236,7 +236,7 @@ class CapturedSteps:
     def _update(self, interpreters: list[Interpreter], step: int) -> None:
         for rank, (replica, interpreter) in enumerate(zip(self._replicas, interpreters, strict=True)):
             with self._errors_of(rank, "update"):
-                replica.update(step, interpreter.total, interpreter.summary())
+                replica.update(step, interpreter.state.total, interpreter.summary())
 
     def _update_after(self, captured: CapturedStep, step: int) -> None:
         """The update after a replay: the run's first is eager and makes the optimizer's state; others are captured."""
@@ -260,20 +260,12 @@ class CapturedSteps:
     def _apply(self, captured: CapturedStep) -> None:
         for rank, (replica, interpreter) in enumerate(zip(self._replicas, captured.interpreters, strict=True)):
             with self._errors_of(rank, "update"):
-                replica.apply_update(interpreter.total, interpreter.summary())
+                replica.apply_update(interpreter.state.total, interpreter.summary())
 
     def _discard(self) -> None:
         self._captured.clear()
         for replica in self._replicas:
             replica.discard_capture()
 
-    @contextmanager
-    def _errors_of(self, rank: int, phase: str) -> Iterator[None]:
-        """Names the rank and the phase in what goes wrong."""
-        try:
-            yield
-        except LockstepError:
-            raise
-        except Exception as problem:
-            device = self._engine.devices[rank]
-            raise RankError(rank, device, phase, problem, user_source_line(problem)) from problem
+    def _errors_of(self, rank: int, phase: str) -> AbstractContextManager[None]:
+        return errors_named(rank, self._engine.devices[rank], Position(phase))

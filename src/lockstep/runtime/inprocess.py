@@ -17,13 +17,14 @@ import numpy as np
 from lockstep.backends import Backend, Tensor
 from lockstep.backends.hardware import pin_to_core
 from lockstep.core.device import Device
-from lockstep.core.errors import LockstepError, RankError, RankTimeout
+from lockstep.core.errors import RankTimeout
 from lockstep.core.layout import Array
-from lockstep.core.source_lines import source_line_of, user_source_line
+from lockstep.core.source_lines import source_line_of
 from lockstep.core.tracing import Trace, traced
 from lockstep.replicas.replica import Measured, Replica
 from lockstep.runtime.engine import Position, Rank, StepInput, StepResult
 from lockstep.runtime.interpreter import Interpreter
+from lockstep.runtime.rank_errors import errors_named
 from lockstep.runtime.rank_thread import RankThread
 from lockstep.runtime.thread_transport import ThreadGroup
 from lockstep.runtime.transport import Cancelled
@@ -167,16 +168,11 @@ class InProcess:
 
         def run(rank: int, *entries: Any) -> Any:
             device, position = self.devices[rank], self._positions[rank]
-            position.phase = phase
-            try:
-                with traced(self.traces[rank] if self.traces else None, lambda: self.backend.synchronize(device)):
-                    result = work(rank, device, *entries)
-                    self.backend.synchronize(device)
-                return result
-            except (LockstepError, Cancelled):
-                raise
-            except BaseException as problem:
-                raise RankError(rank, device, position.phase, problem, user_source_line(problem)) from problem
+            position.phase, trace = phase, self.traces[rank] if self.traces else None
+            with errors_named(rank, device, position), traced(trace, lambda: self.backend.synchronize(device)):
+                result = work(rank, device, *entries)
+                self.backend.synchronize(device)
+            return result
 
         return self._results(
             [w.submit(run, r, *entries) for r, (w, *entries) in enumerate(zip(self._workers, *lists, strict=True))]

@@ -13,13 +13,12 @@ from typing import Any, Protocol, cast
 
 from lockstep.backends import Tensor, flat
 from lockstep.core.tracing import WAIT, SpanName, span, traced
-from lockstep.replicas.replica import BatchSummary, Leaf, Measured, PartReplica, Replica, Shard
-from lockstep.runtime.bucket_queue import BucketQueue
+from lockstep.replicas.replica import BatchSummary, Measured, PartReplica, Replica, Shard
 from lockstep.runtime.engine import Rank, RankResult, StepInput, ranks_together, summary_of
-from lockstep.runtime.held_values import HeldValues
 from lockstep.runtime.out_of_memory import OutOfMemoryCause
 from lockstep.runtime.part_passes import PartPasses
 from lockstep.runtime.rank_errors import errors_named, out_of_memory_explained
+from lockstep.runtime.step_state import StepState
 from lockstep.runtime.transfers import Transfers
 from lockstep.runtime.transport import Transport
 from lockstep.runtime.workspace import Workspace
@@ -41,7 +40,7 @@ from lockstep.schedules.instructions import (
     Wait,
     WaitForBackward,
 )
-from lockstep.schedules.reduction_tree import Node, sum_with_brackets
+from lockstep.schedules.reduction_tree import Node, brackets_of
 
 StartExchange = Callable[["Interpreter"], Callable[[], Any]]  # starts `exchange` on another thread; waits for it
 FusedAdd = Callable[[str, list[Tensor]], Tensor]  # the sum of x0, x1, ... in these brackets, in one kernel
@@ -74,36 +73,39 @@ class Interpreter:
         self._entries = self.program.entries
         self._whole = {self._entries, *(i.entries for i in self.program.compute if isinstance(i, Backward))}
         self._all_gather_tensors = partial(transport.all_gather_tensors, ranks_together(schedule, rank.number))
-        self._passes = PartPasses(schedule, self._all_gather_tensors)
         self.workspace = Workspace(rank.backend, rank.device, self.program)
         computed = [i.shards for i in self.program.compute if isinstance(i, ForwardBackward)]
         self._last_shards = computed[-1] if computed else range(0)
         awaited = [i.leaf.entries for i in self.program.exchange if isinstance(i, WaitForBackward)]
         self._bucket_ranges = [self._in_vector(entries) for entries in awaited]
-        self._buckets = BucketQueue(self._bucket_ranges)
         self.own_shards = range(computed[0].start, computed[-1].stop) if computed else range(0)
-        self.held = HeldValues(rank.backend)
-        self._num_done = 0  # instructions of the exchange that were done with the shards
         self._transfers = Transfers(transport, self.workspace)
-        self._transfers.begin(self.held, self._passes, None)
-        self.total: Tensor | None = None  # once the exchange is over
+        self.state = self._new_state()
         self.results: Callable[[], list[RankResult]] = list  # what shards of all ranks leave besides gradients; waits
 
     def begin(self, work: StepInput, replica: Replica) -> None:
         """Makes ready for a step."""
-        self._work, self._replica, self._began = work, replica, time.perf_counter()
-        self.held, self.total, self._num_done = HeldValues(self.rank.backend), None, 0
-        self._leaves: list[Leaf] = []
-        self._norms: dict[str, float] | None = None  # of all gradients, once they are gathered
-        self._of_stages: dict[int, Leaf] = {}  # the same, by shard, of stages
-        self._buckets = BucketQueue(self._bucket_ranges)
-        self._passes = PartPasses(self._schedule, self._all_gather_tensors)
-        self._transfers.begin(self.held, self._passes, replica)
+        self.state = self._new_state()
+        self.state.work, self.state.replica = work, replica
+
+    def _new_state(self) -> StepState:
+        passes = PartPasses(self._schedule, self._all_gather_tensors)
+        return StepState(self.rank.backend, passes, self._bucket_ranges)
+
+    @property
+    def _work(self) -> StepInput:
+        assert self.state.work is not None, "no step has begun"
+        return self.state.work
+
+    @property
+    def _replica(self) -> Replica:
+        assert self.state.replica is not None, "no step has begun"
+        return self.state.replica
 
     def run(self, work: StepInput, replica: Replica, start_exchange: StartExchange) -> list[RankResult]:
         """A whole step; the results of all ranks. An error names this rank and the phase it was in."""
         rank = self.rank
-        with errors_named(rank, self.cancel), traced(rank.trace, lambda: rank.backend.synchronize(rank.device)):
+        with self._errors_named(), traced(rank.trace, lambda: rank.backend.synchronize(rank.device)):
             self.begin(work, replica)
             replica.begin_step(work.step)
             wait_for_exchange = start_exchange(self) if self._overlaps else None
@@ -131,18 +133,21 @@ class Interpreter:
 
     def measure(self, work: StepInput, replica: Replica) -> list[Measured]:
         """Evaluates samples that go through parts of the model; what this rank has measured."""
-        with errors_named(self.rank, self.cancel):
+        with self._errors_named():
             self.begin(work, replica)
             self.rank.position.phase = "evaluation"
             for instruction in self.program.compute:
                 self.execute(instruction)
             self.rank.backend.synchronize(self.rank.device)
-            return self._passes.measured
+            return self.state.passes.measured
+
+    def _errors_named(self) -> AbstractContextManager[None]:
+        return errors_named(self.rank.number, self.rank.device, self.rank.position, self.cancel)
 
     def exchange(self) -> None:
         """The second phase of a step; on a thread of its own, where it overlaps with the first."""
         with span(SpanName.EXCHANGE, synchronizes=True):
-            for instruction in self.program.exchange[self._num_done :]:
+            for instruction in self.program.exchange[self.state.num_done :]:
                 self.execute(instruction)
             self.rank.backend.synchronize(self.rank.device)
             self.hold_total()
@@ -153,27 +158,18 @@ class Interpreter:
 
     def add_own(self) -> None:
         """The additions that come before anything is communicated."""
-        for instruction in takewhile(lambda i: isinstance(i, Add), self.program.exchange[self._num_done :]):
+        for instruction in takewhile(lambda i: isinstance(i, Add), self.program.exchange[self.state.num_done :]):
             self.execute(instruction)
-            self._num_done += 1
-
-    def all_held(self) -> tuple[list[Leaf], HeldValues, int]:
-        """What its shards and additions left, and how many of these were done, for `hold_all`."""
-        return self._leaves, self.held, self._num_done
-
-    def hold_all(self, leaves: list[Leaf], held: HeldValues, num_done: int) -> None:
-        """All of it was done by a replay: takes what was left."""
-        self.held, self._leaves, self._num_done = held.copy(), leaves, num_done
-        self._transfers.begin(self.held, self._passes, self._replica)
+            self.state.num_done += 1
 
     def cancel(self) -> None:
         """This rank has failed: wakes the threads of this process that wait for it."""
-        self._buckets.cancel()
+        self.state.buckets.cancel()
         self._transport.cancel()
 
     def summary(self) -> BatchSummary:
         """What the update has to know about the whole batch."""
-        return summary_of(self.results(), self._schedule, self.rank.number, self._work)._replace(norms=self._norms)
+        return summary_of(self.results(), self._schedule, self.rank.number, self._work)._replace(norms=self.state.norms)
 
     # --- one method for each instruction ---
 
@@ -185,37 +181,37 @@ class Interpreter:
 
     def _forward_backward(self, instruction: ForwardBackward) -> None:
         is_last = instruction.shards == self._last_shards
-        on_ready = self._buckets.on_ready if is_last and self._bucket_ranges else None
+        on_ready = self.state.buckets.on_ready if is_last and self._bucket_ranges else None
         shards = [self._fetch(number)._replace(on_ready=on_ready) for number in instruction.shards]
         with self._memory_for(shards[0].num_samples), span(SpanName.COMPUTE, instruction.shards.start):
             leaves = self._replica.forward_backward(shards, self._all_gather_tensors)
         for number, leaf in zip(instruction.shards, leaves, strict=True):
             if not (is_last and number == instruction.shards[-1] and self._overlaps):  # the exchange has it already
-                self.held.hold(Partial(Node(number, 1), self._entries), leaf.gradient)
-            self._leaves.append(leaf._replace(gradient=None))
+                self.state.sums.put(Partial(Node(number, 1), self._entries), leaf.gradient)
+            self.state.leaves.append(leaf._replace(gradient=None))
         if is_last:
             self.rank.backend.synchronize(self.rank.device)
-            self._buckets.finish(flat(leaves[-1].gradient) if self._bucket_ranges else None)
+            self.state.buckets.finish(flat(leaves[-1].gradient) if self._bucket_ranges else None)
 
     def _forward(self, instruction: Forward) -> None:
         with self._memory_for(len(self._work.shards[instruction.shard])), span(SpanName.FORWARD, *instruction):
-            self._passes.forward(instruction, cast(PartReplica, self._replica), self._fetch)
+            self.state.passes.forward(instruction, cast(PartReplica, self._replica), self._fetch)
 
     def _backward(self, instruction: Backward) -> None:
         with self._memory_for(len(self._work.shards[instruction.shard])), span(SpanName.BACKWARD, *instruction[:2]):
-            leaf = self._passes.backward(instruction, cast(PartReplica, self._replica))
-        self.held.hold(Partial(Node(instruction.shard, 1), instruction.entries), leaf.gradient)
-        leaf, later = leaf._replace(gradient=None), self._of_stages.get(instruction.shard)  # where the rank has two
-        self._of_stages[instruction.shard] = leaf if later is None else later.joined(leaf)
+            leaf = self.state.passes.backward(instruction, cast(PartReplica, self._replica))
+        self.state.sums.put(Partial(Node(instruction.shard, 1), instruction.entries), leaf.gradient)
+        leaf, later = leaf._replace(gradient=None), self.state.stage_leaves.get(instruction.shard)  # of two stages
+        self.state.stage_leaves[instruction.shard] = leaf if later is None else later.joined(leaf)
 
     def _measure(self, instruction: Measure) -> None:
-        self._passes.measure(instruction, cast(PartReplica, self._replica), self._fetch)
+        self.state.passes.measure(instruction, cast(PartReplica, self._replica), self._fetch)
 
     def _memory_for(self, num_samples: int) -> AbstractContextManager[None]:
         """A full memory is explained by a shard of so many samples."""
 
         def to_error(cause: OutOfMemoryCause) -> Exception:
-            self.held.clear()
+            self.state.sums.clear()
             self._transport.cancel()
             whole = self._replica if self._schedule.num_parts == 1 else None  # others cannot be tried by one rank
             return cause.to_error(self.rank, whole, self._work, num_samples, self._all_gather_tensors)
@@ -223,47 +219,47 @@ class Interpreter:
         return out_of_memory_explained(to_error)
 
     def _all_gather(self, instruction: AllGather) -> None:
-        leaves = self._leaves or [leaf for _, leaf in sorted(self._of_stages.items())]
-        own = RankResult.of_leaves(leaves, time.perf_counter() - self._began)
+        leaves = self.state.leaves or [leaf for _, leaf in sorted(self.state.stage_leaves.items())]
+        own = RankResult.of_leaves(leaves, time.perf_counter() - self.state.began)
         self.results = self._transport.all_gather(own)
 
     def _wait_for_backward(self, instruction: WaitForBackward) -> None:
         with span(WAIT):
-            gradient = self._buckets.wait()
+            gradient = self.state.buckets.wait()
         part = self._in_vector(instruction.leaf.entries)
-        self.held.hold(instruction.leaf, self.rank.backend.chunk(gradient, part.start, part.stop))
+        self.state.sums.put(instruction.leaf, self.rank.backend.chunk(gradient, part.start, part.stop))
 
     def _add(self, instruction: Add) -> None:
-        brackets = sum_with_brackets([f"x{number}" for number in range(len(instruction.parts))], "({}+{})".format)
-        pieces = [found for part in instruction.parts if (found := self.held.pieces(part)) is not None]
+        brackets = brackets_of(len(instruction.parts))
+        pieces = [found for part in instruction.parts if (found := self.state.sums.pieces(part)) is not None]
         if len(pieces) == len(instruction.parts) and pieces[0].can_add(len(pieces)):
             total = pieces[0].added(brackets, pieces[1:])
         elif len(instruction.parts) > 2:
             assert self._fused_add is not None, "only schedules for CUDA graphs have it"
-            total = self._fused_add(brackets, [self.held.vector(part) for part in instruction.parts])
+            total = self._fused_add(brackets, [self.state.sums.vector(part) for part in instruction.parts])
         else:
-            left, right = (self.held.vector(part) for part in instruction.parts)
+            left, right = (self.state.sums.vector(part) for part in instruction.parts)
             out = self.workspace.memory(instruction.total)
             total = self.rank.backend.add(left, right, left if out is None and self.workspace.accumulates else out)
         if instruction.total.entries in self._whole:  # nobody else needs the parts: their memory is free
             for part in instruction.parts:
-                self.held.drop(part)
-        self.held.hold(instruction.total, total)
+                self.state.sums.drop(part)
+        self.state.sums.put(instruction.total, total)
 
     def _gather_norms(self, instruction: GatherNorms) -> None:
-        norms = self._replica.gradient_norms(self.total, self.summary())
+        norms = self._replica.gradient_norms(self.state.total, self.summary())
         found = self._transport.all_gather(RankResult([], [], [], 0.0, [], norms))()
-        self._norms = {name: norm for rank in found for name, norm in (rank.norms or {}).items()}
+        self.state.norms = {name: norm for rank in found for name, norm in (rank.norms or {}).items()}
 
     def _all_reduce(self, instruction: AllReduce) -> None:
         own = self.workspace.zeros(len(instruction.total.entries))
         for part in instruction.parts:
-            own = self.rank.backend.add(own, self.held.vector(part), own)
-        self.held.hold(instruction.total, self._transport.all_reduce(own))
+            own = self.rank.backend.add(own, self.state.sums.vector(part), own)
+        self.state.sums.put(instruction.total, self._transport.all_reduce(own))
 
     def _update(self, instruction: Update) -> None:
         self.rank.position.is_mid_update = True
-        self._replica.update(self._work.step, self.total, self.summary())
+        self._replica.update(self._work.step, self.state.total, self.summary())
 
     def _in_vector(self, entries: range) -> range:
         """Entries of the whole model as entries of this rank's vector."""
@@ -272,15 +268,17 @@ class Interpreter:
     def release_total(self) -> Tensor:
         """The total, once the exchange is over. Nothing of it is kept here."""
         self.hold_total()
-        total, self.total = self.total, None
+        total, self.state.total = self.state.total, None
         self.workspace.use_as_total(None)
         return total
 
     def hold_total(self) -> None:
         """The exchange is over: all values but the total are dropped. What was received by reference has been read."""
         (parts,) = [instruction.total for instruction in self.program.update if isinstance(instruction, Update)]
-        self.total = self.workspace.joined(parts, [self.held.vector(part) for part in parts]) if parts else None
-        self.held.clear()
+        self.state.total = (
+            self.workspace.joined(parts, [self.state.sums.vector(part) for part in parts]) if parts else None
+        )
+        self.state.sums.clear()
 
 
 _HANDLERS: dict[type, Callable[[Any, Any], None]] = {
@@ -291,8 +289,8 @@ _HANDLERS: dict[type, Callable[[Any, Any], None]] = {
     AllGather: Interpreter._all_gather,
     WaitForBackward: Interpreter._wait_for_backward,
     Add: Interpreter._add,
-    Communicate: lambda self, instruction: self._transfers.start(instruction),
-    Wait: lambda self, instruction: self._transfers.finish(instruction),
+    Communicate: lambda self, instruction: self._transfers.start(instruction, self.state),
+    Wait: lambda self, instruction: self._transfers.finish(instruction, self.state),
     AllReduce: Interpreter._all_reduce,
     GatherNorms: Interpreter._gather_norms,
     Update: Interpreter._update,

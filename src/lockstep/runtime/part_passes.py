@@ -55,12 +55,12 @@ class PartPasses:
         else:
             self._values[Activation(number, stage)] = found
 
-    def leaving(self, value: Activation | ActivationGradient) -> Cut:
+    def outgoing(self, value: Activation | ActivationGradient) -> Cut:
         """What is to be sent; a gradient is not needed here any more, an activation until the shard comes back."""
         return self._values.pop(value) if isinstance(value, ActivationGradient) else self._values[value]
 
-    def hold(self, value: Any, cut: Any) -> None:
-        """What has arrived."""
+    def put(self, value: Any, cut: Any) -> None:
+        """Keeps what has arrived."""
         self._values[value] = cut
 
     def _arrived(self, number: int, stage: int) -> Cut | None:

@@ -9,10 +9,9 @@ from typing import Any, Self
 
 from lockstep.backends import Backend, Tensor
 from lockstep.core.device import Device
-from lockstep.core.errors import BackendError, LockstepError, RankError
+from lockstep.core.errors import BackendError
 from lockstep.core.layout import Array
 from lockstep.core.serialization import pack
-from lockstep.core.source_lines import user_source_line
 from lockstep.core.tracing import Trace, traced
 from lockstep.replicas.replica import Measured, Replica
 from lockstep.runtime.cut_messages import unpacked_messages
@@ -20,6 +19,7 @@ from lockstep.runtime.engine import Position, Rank, StepInput, StepResult
 from lockstep.runtime.interpreter import Interpreter
 from lockstep.runtime.process_group import ProcessGroup
 from lockstep.runtime.process_transport import ProcessTransport, check_same_call
+from lockstep.runtime.rank_errors import errors_named
 from lockstep.runtime.rank_thread import RankThread
 from lockstep.schedules.instructions import Schedule
 
@@ -121,18 +121,14 @@ class Processes:
 
     def each(self, phase: str, work: Callable[..., Any], *lists: Sequence[Any]) -> list[Any]:
         """`work(rank, device, ...)` for this process's rank."""
-        self.position.phase = phase
-        try:
-            with traced(self.traces[0] if self.traces else None, lambda: self.backend.synchronize(self.device)):
-                result = work(self.rank, self.device, *(entries[0] for entries in lists))
-                self.backend.synchronize(self.device)
-            # not on an error: others look for who did not arrive
-            self.position.phase = f"between phases, after {phase}"
-        except LockstepError:
-            raise
-        except (Exception, SystemExit) as problem:
-            where = user_source_line(problem)
-            raise RankError(self.rank, self.device, self.position.phase, problem, where) from problem
+        self.position.phase, trace = phase, self.traces[0] if self.traces else None
+        with (
+            errors_named(self.rank, self.device, self.position),
+            traced(trace, lambda: self.backend.synchronize(self.device)),
+        ):
+            result = work(self.rank, self.device, *(entries[0] for entries in lists))
+            self.backend.synchronize(self.device)
+        self.position.phase = f"between phases, after {phase}"  # not on an error: others look for who did not arrive
         return [result]
 
     def set_call(self, call: str) -> None:

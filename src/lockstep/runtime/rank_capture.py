@@ -14,23 +14,23 @@ from lockstep.core.errors import CaptureError, RunError
 from lockstep.core.tracing import traced
 from lockstep.data.batch import Batch
 from lockstep.partition.balance import Balance
-from lockstep.replicas.replica import CapturableReplica, Leaf
+from lockstep.replicas.replica import CapturableReplica
 from lockstep.runtime.engine import Engine, StepInput
-from lockstep.runtime.held_values import HeldValues
 from lockstep.runtime.interpreter import Interpreter
 from lockstep.runtime.out_of_memory import is_out_of_memory
 from lockstep.runtime.shard_groups import shard_groups
 from lockstep.runtime.step import EagerSteps, StepOptions
+from lockstep.runtime.step_state import Computed
 from lockstep.schedules.instructions import ForwardBackward
 
 CAPTURING = threading.Lock()  # one rank of a process at a time
 
 
 class CapturedShards(NamedTuple):
-    """A replay, and what it fills."""
+    """A replay, and the values that it fills."""
 
     replay: Callable[[], None]
-    filled: tuple[list[Leaf], HeldValues, int]
+    filled: Computed
 
 
 class RankCapturedSteps:
@@ -92,7 +92,7 @@ class RankCapture:
             self._replica.begin_replay(work.step)
             captured = self._captured[key]
             captured.replay()
-            interpreter.hold_all(*captured.filled)
+            interpreter.state.continue_from(captured.filled)
         return True
 
     def _capture(self, interpreter: Interpreter, work: StepInput) -> CapturedShards:
@@ -117,7 +117,7 @@ class RankCapture:
         static.gather()
         groups = shard_groups(work, self._replica, interpreter.rank.number, interpreter.own_shards)
 
-        def run() -> tuple[list[Leaf], HeldValues, int]:
+        def run() -> Computed:
             self._replica.begin_capture(work.step)
             interpreter.begin(work, self._replica)
             static.gather()
@@ -126,6 +126,6 @@ class RankCapture:
                     with self._graph.side_stream(number, len(group)):
                         interpreter.execute(ForwardBackward(group))
             interpreter.add_own()
-            return interpreter.all_held()
+            return interpreter.state.computed()
 
         return CapturedShards(*self._graph.capture(run, self._replica.capture_generators))

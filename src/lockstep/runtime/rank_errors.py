@@ -4,23 +4,27 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from lockstep.core.device import Device
 from lockstep.core.errors import LockstepError, RankError
 from lockstep.core.source_lines import user_source_line
-from lockstep.runtime.engine import Rank
+from lockstep.runtime.engine import Position
 from lockstep.runtime.out_of_memory import OutOfMemoryCause, is_out_of_memory
 from lockstep.runtime.transport import Cancelled
 
 
 @contextmanager
-def errors_named(rank: Rank, cancel: Callable[[], None]) -> Iterator[None]:
+def errors_named(
+    rank: int, device: Device, position: Position, cancel: Callable[[], None] | None = None
+) -> Iterator[None]:
     """An error names the rank and the phase that it was in; `cancel` wakes those who wait for it."""
     try:
         yield
     except BaseException as problem:
-        cancel()
+        if cancel is not None:
+            cancel()
         if isinstance(problem, (LockstepError, Cancelled)) or not isinstance(problem, (Exception, SystemExit)):
             raise
-        raise RankError(rank.number, rank.device, rank.position.phase, problem, user_source_line(problem)) from problem
+        raise RankError(rank, device, position.phase, problem, user_source_line(problem)) from problem
 
 
 @contextmanager

@@ -1,9 +1,8 @@
-"""The sends and receives of one rank: each kind of value is taken from where it is held, and put where it belongs."""
+"""The sends and receives of one rank: each kind of value is taken from where it is, and put where it belongs."""
 
 from lockstep.backends import Tensor
-from lockstep.replicas.replica import Cut, Replica
-from lockstep.runtime.held_values import HeldValues
-from lockstep.runtime.part_passes import PartPasses
+from lockstep.replicas.replica import Cut
+from lockstep.runtime.step_state import StepState
 from lockstep.runtime.transport import GroupKey, TransferGroup, Transport
 from lockstep.runtime.workspace import Workspace
 from lockstep.schedules.instructions import Communicate, Parameters, Partial, Value, Wait
@@ -16,41 +15,27 @@ class Transfers:
         self._transport, self._workspace = transport, workspace
         self._groups: dict[GroupKey, Communicate] = {}
 
-    def begin(self, held: HeldValues, passes: PartPasses, replica: Replica | None) -> None:
-        """A step begins: gradients are in `held`, activations in `passes`, parameters in `replica`."""
-        self._held, self._passes, self._replica = held, passes, replica
-
-    def start(self, group: Communicate) -> None:
+    def start(self, group: Communicate, state: StepState) -> None:
         """Starts a group."""
         key = GroupKey(group.channel, group.number, group.round)
-        sends = [(send.to, self._leaving(send.value)) for send in group.sends]
+        sends = [(send.to, _outgoing(send.value, state)) for send in group.sends]
         receives = [(source, self._memory(value, source)) for value, source in group.receives]
         self._transport.start(TransferGroup(key, sends, receives))
         self._groups[key] = group
 
-    def finish(self, wait: Wait) -> None:
-        """Waits for a group; what has arrived is held from then on."""
+    def finish(self, wait: Wait, state: StepState) -> None:
+        """Waits for a group, and puts what has arrived where it belongs."""
         key = GroupKey(wait.channel, wait.number, wait.round)
         received = self._transport.finish(key)
         for (value, _), found in zip(self._groups.pop(key).receives, received, strict=True):
             match value:
                 case Partial():
-                    self._held.hold(value, found)
+                    state.sums.put(value, found)
                 case Parameters(entries):
-                    assert self._replica is not None, "only steps have them"
-                    self._replica.set_parameters(entries, found)
+                    assert state.replica is not None, "only steps have them"
+                    state.replica.set_parameters(entries, found)
                 case _:
-                    self._passes.hold(value, found)
-
-    def _leaving(self, value: Value) -> Tensor | Cut:
-        match value:
-            case Partial():
-                return self._held.vector(value)
-            case Parameters(entries):
-                assert self._replica is not None, "only steps have them"
-                return self._replica.parameters(entries)
-            case _:
-                return self._passes.leaving(value)
+                    state.passes.put(value, found)
 
     def _memory(self, value: Value, source: int) -> Tensor | None:
         """Where what is received is to be written; None: it is a reference, or the transport finds memory for it."""
@@ -63,3 +48,14 @@ class Transfers:
                 return None if by_reference else self._workspace.zeros(len(entries))
             case _:
                 return None
+
+
+def _outgoing(value: Value, state: StepState) -> Tensor | Cut:
+    match value:
+        case Partial():
+            return state.sums.vector(value)
+        case Parameters(entries):
+            assert state.replica is not None, "only steps have them"
+            return state.replica.parameters(entries)
+        case _:
+            return state.passes.outgoing(value)

@@ -15,6 +15,7 @@ Three things follow, and each is used:
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import NamedTuple, TypeVar
 
 V = TypeVar("V")
@@ -57,6 +58,16 @@ def sum_with_brackets(parts: Sequence[V], add: Callable[[V, V], V]) -> V:
     '((a+b)+c)'
     """
     return sum_of(Node(0, len(parts)), parts.__getitem__, add)
+
+
+@cache
+def brackets_of(num_parts: int) -> str:
+    """The same sum as an expression of x0, x1, ..., for kernels that add several parts at once.
+
+    >>> brackets_of(3)
+    '((x0+x1)+x2)'
+    """
+    return sum_with_brackets([f"x{number}" for number in range(num_parts)], "({}+{})".format)
 
 
 def left_of_last_leaf(node: Node) -> list[Node]:

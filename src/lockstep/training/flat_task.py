@@ -19,9 +19,9 @@ from lockstep.partition.chain import Chain, NamedChain
 from lockstep.partition.grid import Grid
 from lockstep.partition.placement import Part
 from lockstep.partition.stages import balanced_stages
-from lockstep.replicas.flat import OF_PARAMETER, FlatReplica, FlatTrainSpec
+from lockstep.replicas.flat import FlatReplica, FlatTrainSpec
 from lockstep.replicas.layered import LayeredReplica, sliced_layer
-from lockstep.replicas.replica import Replica, ReplicaState
+from lockstep.replicas.replica import OF_PARAMETER, Replica, ReplicaState
 from lockstep.training.evaluate import EvalSpec
 from lockstep.training.sliced_weights import sliced_by, whole_of
 from lockstep.training.split_checks import notes_on_stages

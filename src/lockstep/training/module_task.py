@@ -33,7 +33,7 @@ from lockstep.optim.torch_optimizers import MakeOptimizer, OptimizerSettings, na
 from lockstep.partition.batch import split_into_shards
 from lockstep.replicas.memory_format import wants_channels_last
 from lockstep.replicas.module_state import arrays_of, copy_of, load
-from lockstep.replicas.optimizer_state import OF_PARAMETER
+from lockstep.replicas.replica import OF_PARAMETER
 from lockstep.replicas.running_stats import BATCH_NORM, has_running_stats
 from lockstep.replicas.stages import chain_of
 from lockstep.replicas.train_spec import TrainSpec

@@ -62,12 +62,12 @@ class Exchanges:
             dist.all_reduce(vector)
             total = vector
         else:  # as after the backward pass: all buckets are ready
-            interpreter.held.hold(Partial(Node(self._rank, 1), range(len(vector))), vector)
+            interpreter.state.sums.put(Partial(Node(self._rank, 1), range(len(vector))), vector)
             for instruction in interpreter.program.exchange:
                 if not isinstance(instruction, WaitForBackward):
                     interpreter.execute(instruction)
             interpreter.hold_total()
-            total = interpreter.total
+            total = interpreter.state.total
         barrier(self._device)
         return time.perf_counter() - began, total
 
