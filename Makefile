@@ -15,8 +15,8 @@ train: $(READY)  ## The text's experiment: LeNet on Fashion-MNIST, two devices.
 test: $(NOX)  ## Format, lint, types, import directions, tests with coverage; then each framework. About twenty minutes on two cores.
 	$(NOX) $(if $(BACKENDS),-s $(subst $(COMMA), ,$(BACKENDS)))
 
-test-long: $(READY)  ## What takes long: crash loops, damaged files, compilers, two hosts, the benchmark.
-	$(NOX) -s long
+test-long: $(READY)  ## What takes long: crash loops, damaged files, compilers, two hosts, the benchmark; kernels for GPUs, interpreted.
+	$(NOX) -s kernels long
 
 test-all: test test-long  ## Everything.
 

@@ -2,7 +2,7 @@
 
 `make test` runs them one after the other. The torch environment has all tools and runs all tests; the others have their
 framework only, and run the conformance tests, which are the same for all. The session `long` runs the tests that are
-marked as long.
+marked as long, `kernels` those of kernels for GPUs.
 """
 
 import hashlib
@@ -107,6 +107,14 @@ def ray(session: nox.Session) -> None:
     install(session, "torch,test")
     session.install("--quiet", "-c", "constraints.txt", "ray[train]")
     session.run("pytest", "-q", "tests/test_examples.py", "-k", "ray")
+
+
+@nox.session(default=False)
+def kernels(session: nox.Session) -> None:
+    """Our Triton kernels in Triton's interpreter, which needs no GPU. PyTorch for CPUs comes without Triton."""
+    install(session, "torch,test")
+    session.install("--quiet", "-c", "constraints.txt", "triton")
+    session.run("pytest", "-q", *PARALLEL, "tests/backends/test_torch_triton_kernels.py", env={"TRITON_INTERPRET": "1"})
 
 
 @nox.session(default=False, venv_backend="none")
