@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
+PAGES = sorted(page for names in ("*.md", "docs/**/*.md", "examples/*.md") for page in ROOT.glob(names))
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -77,6 +77,12 @@ def test_the_readme_is_short_and_every_page_is_in_the_index():
     for page in (ROOT / "docs").glob("*.md"):
         assert page.name == "README.md" or f"({page.name})" in index, page.name
     assert "Dive into Deep" in (ROOT / "README.md").read_text()
+
+
+def test_every_example_is_in_the_index():
+    index = (ROOT / "examples" / "README.md").read_text()
+    for program in (ROOT / "examples").glob("*.py"):
+        assert f"({program.name})" in index, program.name
 
 
 def test_the_lines_of_every_backend_are_as_many_as_the_page_says():

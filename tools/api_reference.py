@@ -16,6 +16,7 @@ from lockstep.core.settings import help_of, option_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"
 FIRST = ["train", "train_batch", "evaluate_accuracy", "get_params", "split_batch", "allreduce", "devices", "try_gpu"]
+SHOWN = {"batch_size", "lr", "model", "data", "loss", "optimizer", "devices", "epochs", "out"}  # in the signature
 SCOPES = {"identity": "yes", "agreed": "no", "local": "no"}
 
 
@@ -53,17 +54,19 @@ def arguments_of(member: Any) -> str:
 
 
 def signature(function: Any) -> str:
-    """The signature; of `train`, the arguments that are not settings."""
+    """The signature; of `train`, without settings that have a table of their own, but for those that most runs have."""
     found = inspect.signature(function)
-    options = {option_of(each) for each in settings_in()} - {"batch_size", "lr"}
+    options = {option_of(each) for each in settings_in()} - SHOWN
     kept = [
         parameter
         for parameter in found.parameters.values()
         if function is not lockstep.train or parameter.name not in options
     ]
+    if function is lockstep.train:
+        kept.append(inspect.Parameter("settings", inspect.Parameter.VAR_KEYWORD))
     text = str(found.replace(parameters=kept, return_annotation=inspect.Signature.empty))
     text = re.sub(r"<function (\w+) at 0x\w+>", r"\1", text)
-    return text.replace("lockstep.core.device.", "").replace("collections.abc.", "").replace("typing.", "")
+    return re.sub(r"\b(lockstep\.core\.device|collections\.abc|typing|pathlib)\.", "", text)
 
 
 def markdown(docstring: str) -> str:

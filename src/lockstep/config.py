@@ -182,7 +182,7 @@ class RunConfig:
     bucket_mb: float | None = setting(
         None,
         "Megabytes of a bucket, exchanged during the backward pass; 0: no overlap. Default: 8 between processes and "
-        "between GPUs, 0 between CPU devices of one process, whose cores are busy.",
+        "between GPUs (not in captured steps), 0 between CPU devices of one process, whose cores are busy.",
         AGREED,
         limits={">=": 0},
     )
@@ -227,7 +227,8 @@ class RunConfig:
     )
     verify_every: int = setting(
         400,
-        "Steps between verifications: every shard is computed once more, by another device, and compared. 0: never.",
+        "Steps between verifications: every shard is computed once more, by another device if there is one, and "
+        "compared. 0: never.",
         AGREED,
         limits={">=": 0},
         group=FAILURES,

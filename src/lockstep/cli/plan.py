@@ -12,13 +12,12 @@ from lockstep.core.settings import FAILURES, RECORDS, option_of
 SETTINGS = [
     option_of(each)
     for each in settings_in()
-    if each.metadata["group"] not in (RECORDS, FAILURES) and each.name not in ("num_shards", "out")
+    if each.metadata["group"] not in (RECORDS, FAILURES) and each.name not in ("num_shards", "split", "out")
 ]
 
 
 @options.with_settings(*SETTINGS)
 def plan(
-    context: typer.Context,
     *,
     max_devices: Annotated[
         int | None, typer.Option(help="Look at up to so many devices. Default: those at hand.", show_default=False)
@@ -27,6 +26,13 @@ def plan(
         str | None,
         typer.Option(
             help="Numbers of shards to look at; the first is the run's own. Default: 8, and 1, 2, 4, 16.",
+            show_default=False,
+        ),
+    ] = None,
+    split: Annotated[
+        str | None,
+        typer.Option(
+            help="Look at these ways of splitting only: data, network, layers, or a product. Default: all.",
             show_default=False,
         ),
     ] = None,
@@ -81,10 +87,10 @@ def plan(
         if not quiet:
             typer.echo(text, err=True)
 
-    config = RunConfig(**{**options.config_settings(settings), **own_shards(shards)})
+    own_split = {} if split is None else {"split": split}
+    config = RunConfig(**{**options.config_settings(settings), **own_shards(shards), **own_split})
     if out is not None:
         check_writable(out)
-    split = config.split if "split" in options.given_settings(context) else None
     asked = PlanOptions(max_devices, shards, link, device_speed, device_memory, splits_in(split), seconds)
     found, objects = make_plan(config, None, asked, log)
     if check:
