@@ -41,7 +41,7 @@ extern "C" void run(int num_blocks, int num_threads, %(parameters)s) {
 def compiled_for_cpu(folder: Path):
     """A function like `compile_kernel`, whose libraries are in `folder`."""
 
-    def compile_kernel(source, name):
+    def compile_kernel(source, name, device):
         parameters = re.search(rf"void {name}\((.*?)\)", source, re.DOTALL)[1]
         arguments = ", ".join(parameter.split()[-1].lstrip("*") for parameter in parameters.split(","))
         file = folder / f"{name}-{len(list(folder.iterdir()))}.cpp"

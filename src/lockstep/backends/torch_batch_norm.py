@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.backends.torch_hopper import has_memory
+from lockstep.backends.torch_hopper import has_memory, on_its_gpu
 from lockstep.backends.torch_stacked import CannotStack, StackedTensor, joined, num_shards_of, of_shards, parted
 
 TYPES = torch.bfloat16, torch.float16, torch.float32  # of images
@@ -47,6 +47,7 @@ def fits(images: Any, weight: Any, bias: Any, mean: Any, var: Any, training: boo
 
 class _BatchNorm(torch.autograd.Function):
     @staticmethod
+    @on_its_gpu
     def forward(
         ctx: Any,
         images: Tensor,

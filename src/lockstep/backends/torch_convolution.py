@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.backends.torch_hopper import has_memory
+from lockstep.backends.torch_hopper import has_memory, on_its_gpu
 from lockstep.backends.torch_stacked import CannotStack, StackedTensor, joined, num_shards_of, of_shards, parted
 from lockstep.backends.torch_weight_gradient_tf32 import can_multiply, weight_gradient
 
@@ -99,6 +99,7 @@ def _pair(value: Any) -> Any:
 
 class _Convolution(torch.autograd.Function):
     @staticmethod
+    @on_its_gpu
     def forward(ctx: Any, images: Tensor, weight: Tensor, bias: Tensor | None, how: Any) -> Tensor:
         from lockstep.backends.torch_convolution_kernels import Convolution, Launch, convolution_forward
 

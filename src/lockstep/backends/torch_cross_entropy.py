@@ -136,4 +136,4 @@ class _CrossEntropy(torch.autograd.Function):
 @cache
 def _kernels(dtype: torch.dtype, ignored: int, device: torch.device) -> dict[str, Any]:
     source = _SOURCE % {"type": _CTYPES[dtype], "threads": NUM_THREADS, "ignored": ignored}
-    return {name: compile_kernel(source, name) for name in ("forward", "backward")}
+    return {name: compile_kernel(source, name, device) for name in ("forward", "backward")}

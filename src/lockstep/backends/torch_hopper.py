@@ -3,7 +3,8 @@
 import importlib.util
 import os
 import shutil
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -32,3 +33,17 @@ def has_memory(tensor: Any) -> bool:
     """
     is_plain = type(tensor) in (Tensor, torch.nn.Parameter)
     return is_plain and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def on_its_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with the GPU of its first tensor as the thread's current one, on which Triton launches."""
+
+    @wraps(function)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        tensor = next(each for each in args if isinstance(each, Tensor))
+        if not tensor.is_cuda:
+            return function(*args, **kwargs)
+        with torch.cuda.device(tensor.device):
+            return function(*args, **kwargs)
+
+    return guarded

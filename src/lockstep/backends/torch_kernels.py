@@ -1,7 +1,8 @@
 """CUDA kernels that PyTorch has no operation for, compiled at their first use by the compiler that PyTorch carries."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -41,16 +42,28 @@ def can_compile_kernels() -> bool:
     if not torch.cuda.is_available():
         return False
     try:
-        compile_kernel('extern "C" __global__ void nothing() {}', "nothing")
-    except Exception:  # of a private function that may change: then PyTorch's own operations do
+        compile_kernel('extern "C" __global__ void nothing() {}', "nothing", current_gpu())
+    except Exception as problem:  # of a private function that may change: then PyTorch's own operations do
+        raise_if_out_of_memory(problem)
         return False
     return True
 
 
-def compile_kernel(source: str, name: str) -> Any:
-    """A function `name` of CUDA source code, for the current device."""
-    _make_context()
-    return torch.cuda._compile_kernel(source, name)
+def raise_if_out_of_memory(problem: Exception) -> None:
+    """That passes, and says nothing about a kernel: other ranks would use it, with other bits."""
+    if "out of memory" in str(problem).lower():
+        raise problem
+
+
+def current_gpu() -> torch.device:
+    """The GPU on which this thread launches kernels."""
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def compile_kernel(source: str, name: str, device: torch.device) -> Any:
+    """A function `name` of CUDA source code, for a GPU."""
+    with _context_of(device):
+        return torch.cuda._compile_kernel(source, name)
 
 
 def launch(
@@ -60,17 +73,24 @@ def launch(
     num_threads: int = NUM_THREADS,
     num_shared_bytes: int = 0,
 ) -> None:
-    """Starts a kernel on the current stream."""
-    _make_context()
+    """Starts a kernel on the current stream of the GPU that the first argument, a tensor, is on."""
     grid = (num_blocks, 1, 1) if isinstance(num_blocks, int) else num_blocks
-    kernel(grid=grid, block=(num_threads, 1, 1), args=arguments, shared_mem=num_shared_bytes)
+    with _context_of(arguments[0].device):
+        kernel(grid=grid, block=(num_threads, 1, 1), args=arguments, shared_mem=num_shared_bytes)
 
 
-def _make_context() -> None:
-    """PyTorch's first operation in a thread makes the thread's CUDA context; a kernel of ours may come before it."""
-    if not hasattr(_THREAD, "has_context"):
-        torch.zeros(1, device="cuda")
-        _THREAD.has_context = True
+@contextmanager
+def _context_of(device: torch.device) -> Iterator[None]:
+    """Within it, the GPU is the thread's current one, as it is for PyTorch's own operations.
+
+    PyTorch's first operation in a thread makes the thread's CUDA context; a kernel of ours may come before it.
+    """
+    with torch.cuda.device(device):
+        known = _THREAD.__dict__.setdefault("devices", set())
+        if device not in known:
+            torch.zeros(1, device=device)
+            known.add(device)
+        yield
 
 
 def add_gradients(brackets: str, out: Tensor, addends: Sequence[tuple[Tensor, ...]]) -> None:
@@ -107,7 +127,7 @@ def _add_kernel(brackets: str, kinds: tuple[tuple[str, ...], ...], device: torch
         "wide": sum_of("_.x[i]"),
         "narrow": sum_of("[at]"),
     }
-    return compile_kernel(source, "added")
+    return compile_kernel(source, "added", device)
 
 
 def is_aligned(tensor: Tensor) -> bool:

@@ -127,7 +127,7 @@ def source_of(name: str, shapes: Shapes) -> str:
 
 @cache
 def _kernel(name: str, shapes: Shapes, device: torch.device) -> Any:
-    return compile_kernel(source_of(name, shapes), name)
+    return compile_kernel(source_of(name, shapes), name, device)
 
 
 def _run(name: str, shapes: Shapes, num_blocks: int, arguments: list[Any]) -> None:

@@ -5,8 +5,9 @@ Each takes what our kernels fit, by types, shapes and order in memory alone, and
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -15,7 +16,7 @@ from lockstep.backends.torch_attention import our_attention, our_attention_backw
 from lockstep.backends.torch_batch_norm import our_batch_norm
 from lockstep.backends.torch_column_sum import our_sum
 from lockstep.backends.torch_convolution import our_conv2d
-from lockstep.backends.torch_hopper import can_replace
+from lockstep.backends.torch_hopper import can_replace, on_its_gpu
 from lockstep.backends.torch_layer_norm import our_layer_norm
 
 FUNCTIONS = (  # a name, where layers find it, and what makes ours of PyTorch's
@@ -23,7 +24,7 @@ FUNCTIONS = (  # a name, where layers find it, and what makes ours of PyTorch's
     ("batch_norm", (torch,), our_batch_norm),
     ("layer_norm", (torch,), our_layer_norm),
 )
-OPERATIONS = {
+OPERATIONS: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_flash_attention": our_attention,
     "_scaled_dot_product_flash_attention_backward": our_attention_backward,
     "sum.dim_IntList": our_sum,
@@ -48,5 +49,5 @@ def our_kernels() -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that a kernel is replaced
             for name, operation in OPERATIONS.items():
-                library.impl(name, operation, "CUDA")
+                library.impl(name, on_its_gpu(operation), "CUDA")
         yield

@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.backends.torch_kernels import can_compile_kernels, compile_kernel, launch
+from lockstep.backends.torch_kernels import (
+    can_compile_kernels,
+    compile_kernel,
+    current_gpu,
+    launch,
+    raise_if_out_of_memory,
+)
 
 COLUMNS, DEPTH, STAGES, PADDING = 128, 32, 3, 8  # of a tile: (tap, c), pixels; tiles on their way; so that banks differ
 NUM_THREADS = 128
@@ -182,18 +188,17 @@ def _division(divisor: int) -> tuple[int, int]:
 def can_multiply() -> bool:
     """Whether the kernel can be compiled and given its memory."""
     try:
-        return can_compile_kernels() and _kernel(128, torch.device("cuda", torch.cuda.current_device())) is not None
+        return can_compile_kernels() and _kernel(128, current_gpu()) is not None
     except Exception as problem:  # of private functions that may change
-        if "out of memory" in str(problem).lower():  # that passes: other ranks would use the kernel
-            raise
+        raise_if_out_of_memory(problem)
         return False
 
 
 @cache
 def _kernel(tile_rows: int, device: torch.device) -> Any:
     sizes = {"columns": COLUMNS, "depth": DEPTH, "stages": STAGES, "padding": PADDING}
+    kernel = compile_kernel(_SOURCE % {"rows": tile_rows, **sizes}, "parts", device)
     with torch.cuda.device(device):
-        kernel = compile_kernel(_SOURCE % {"rows": tile_rows, **sizes}, "parts")
         kernel.set_shared_memory_config(_shared_bytes(tile_rows))
     return kernel
 
