@@ -367,3 +367,56 @@ def test_whole_steps_of_several_devices_correct_the_clock(monkeypatch, profile):
     predicted = plan(replace(profile, corrections=found), Hardware(), max_devices=2, shards=(8,)).rows
     found = [row.predicted_ms for row in predicted if row.configuration.num_devices == 2 and row.split != "layers"]
     assert found == pytest.approx([1000.0, 1000.0])
+
+
+def uneven(profile, *seconds):
+    """The profile with layers that take so many seconds for a sample, and send little."""
+
+    def layer(known, passes):
+        both = curve_of([(1, passes / 2), (64, 32 * passes)])
+        return known._replace(forward=both, backward=both, sent_bytes=0.01)
+
+    return replace(profile, layers=tuple(map(layer, profile.layers, seconds)))
+
+
+@pytest.mark.parametrize("order", ["0,1", "1,0"])
+def test_an_order_of_the_devices_that_suits_the_stages_better_is_said(profile, order):
+    speeds = (3.0, 1.0) if order == "0,1" else (1.0, 3.0)
+    slow_link = Hardware(speeds=speeds, is_shared=False, link=Link(bandwidth=2000.0))  # for gradients
+    found = plan(uneven(profile, 0.0075, 0.0005, 0.001, 0.001), slow_link, 2, (8,))
+    said = [note for note in found.notes if "in the order" in note]
+    (row,) = [row for row in found.rows if row.split == "network"]
+    if order == "0,1":
+        assert said == []
+        assert row is found.recommended
+    else:
+        other = plan(uneven(profile, 0.0075, 0.0005, 0.001, 0.001), slow_link._replace(speeds=(3.0, 1.0)), 2, (8,))
+        milliseconds = f"{other.recommended.predicted_ms:,.1f} ms"
+        assert (
+            f"order 1,0 (from 0, as they are now), --split network --shards 8 --stages layer1 would take {milliseconds}"
+            in said[0]
+        )
+        assert other.recommended.predicted_ms < 0.5 * row.predicted_ms
+
+
+def test_an_order_of_the_devices_in_which_stages_fit_is_said(profile):
+    first, *others = profile.layers
+    first_is_large = replace(profile, layers=(first._replace(num_entries=1500), *others), sliced=None)
+    memories = Hardware(is_shared=False, memories=(50_000.0, 66_000.0))
+    message = r"Nothing fits .* as they are listed\. With the devices in the order 1,0 .* --stages layer1 would take"
+    with pytest.raises(ConfigError, match=message):
+        plan(first_is_large, memories, 2, (8,))
+    rows = plan(first_is_large, memories._replace(memories=(66_000.0, 50_000.0)), 2, (8,)).rows
+    assert [row.configuration.starts for row in rows if row.split == "network" and row.fits] == [("layer1",)]
+
+
+def test_a_cut_is_found_for_the_shards_that_are_under_way(profile):
+    """With gpipe each stage has all eight shards of 8 samples, with 1f1b the first has two and the last one."""
+    starts = {}
+    for order in ("1f1b", "gpipe"):
+        memories = Hardware(is_shared=False, memories=(130_000.0, 220_000.0))
+        large = replace(profile, kept_bytes=1e6)  # so that no device has room for the whole
+        (row,) = [row for row in plan(large, memories, 2, (8,), pipeline=order).rows if row.split == "network"]
+        assert row.fits
+        starts[order] = row.configuration.starts
+    assert starts == {"1f1b": ("layer2",), "gpipe": ("layer1",)}

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from lockstep.analysis.placement import best_cut
 from lockstep.analysis.profile import Profile
-from lockstep.analysis.step_costs import Configuration, Hardware, PlannedStep
+from lockstep.analysis.step_costs import Configuration, Hardware, PlannedStep, pipeline_of
 from lockstep.config import RunConfig
 from lockstep.partition.buckets import BUCKET_MB
 from lockstep.partition.chain import Place
@@ -76,12 +76,11 @@ def _of_grid(
     if measured := [cut for cut in cuts if PlannedStep(profile, cut, hardware).fits()]:
         yield measured[0]
         return
-    size = -(-config.batch_size // num_shards)
-    bandwidth = float("inf") if hardware.link is None else hardware.link.bandwidth
-    places = [_place(hardware, grid, place) for place in range(grid.network)]
+    bandwidth, pipeline = bandwidth_of(hardware), pipeline_of(found, profile.batch_size)
+    places = [place_of(hardware, grid, place) for place in range(grid.network)]
     without_limit = [place._replace(memory=math.inf) for place in places]
     for devices in (places, without_limit):  # the second will be marked: it is the best there is, and does not fit
-        if (cut := best_cut(profile, devices, size, num_shards // grid.data, bandwidth)) is not None:
+        if (cut := best_cut(profile, devices, pipeline, bandwidth)) is not None:
             yield found._replace(starts=tuple(profile.layers[start].name for start in cut.starts))
             return
 
@@ -93,7 +92,12 @@ def _bucket_mb(profile: Profile, config: RunConfig) -> float:
     return BUCKET_MB if profile.engine == "processes" else 0.0
 
 
-def _place(hardware: Hardware, grid: Grid, place: int) -> Place:
+def bandwidth_of(hardware: Hardware) -> float:
+    """Of the link that was described."""
+    return math.inf if hardware.link is None else hardware.link.bandwidth
+
+
+def place_of(hardware: Hardware, grid: Grid, place: int) -> Place:
     """The slowest device that has a stage, with the memory of the smallest."""
     ranks = [rank for rank in range(grid.num_ranks) if grid.at(rank).network == place]
     speed = min(hardware.speed(rank) for rank in ranks)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from lockstep.analysis.candidates import configurations, device_numbers
 from lockstep.analysis.command import command_of
 from lockstep.analysis.cost import Log, Wanted, measure
+from lockstep.analysis.device_order import OtherOrder, fastest_order
 from lockstep.analysis.profile import Profile
 from lockstep.analysis.step_costs import LOADING, Configuration, Hardware, PlannedStep, predict
 from lockstep.analysis.what_if import parse_link, parse_memories, parse_speeds
@@ -161,7 +162,8 @@ def plan_of(config: RunConfig, profile: Profile, hardware: Hardware, asked: Plan
         )
     if not rows:
         raise ConfigError(f"There is no configuration for these settings: {config.split} cannot be planned.")
-    best, notes = recommended(rows, config)
+    own = [row.configuration for row in rows if row.is_same_run and config.stages is None]
+    best, notes = recommended(rows, config, fastest_order(profile, own, hardware))
     what = f"{config.model}, batch {config.batch_size}, measured on {profile.device}"
     if profile.engine == "processes":
         what += ", engine processes"
@@ -174,11 +176,13 @@ def plan_of(config: RunConfig, profile: Profile, hardware: Hardware, asked: Plan
     return Plan(tuple(rows), best, tuple(notes), what, profile)
 
 
-def recommended(rows: Sequence[PlanRow], config: RunConfig) -> tuple[PlanRow, list[str]]:
+def recommended(
+    rows: Sequence[PlanRow], config: RunConfig, other_order: OtherOrder | None = None
+) -> tuple[PlanRow, list[str]]:
     """The fastest row with the weights of the run as it is; fewer devices where more bring nothing. And why."""
     fit = [row for row in rows if row.fits]
     if not fit:
-        raise ConfigError(nothing_fits(rows))
+        raise ConfigError(nothing_fits(rows, other_order))
     own = [row for row in fit if row.is_same_run] or fit
     fastest = min(own, key=lambda row: row.predicted_ms)
     within = [row for row in own if row.predicted_ms * (1 - MIN_GAIN) <= fastest.predicted_ms]
@@ -188,6 +192,8 @@ def recommended(rows: Sequence[PlanRow], config: RunConfig) -> tuple[PlanRow, li
         notes.append("one device is best")
     if not best.is_same_run:
         notes.append("It gives other weights: nothing that keeps them fits into the memory of the devices.")
+    if other_order is not None and other_order.milliseconds < (1 - MIN_GAIN) * best.predicted_ms:
+        notes.append(other_order.sentence())
     other = min(fit, key=lambda row: row.predicted_ms)
     if other.predicted_ms < (1 - MIN_SHARDS_GAIN) * best.predicted_ms:
         what = f"--shards {other.configuration.num_shards}"
@@ -200,8 +206,10 @@ def recommended(rows: Sequence[PlanRow], config: RunConfig) -> tuple[PlanRow, li
     return best, notes
 
 
-def nothing_fits(rows: Sequence[PlanRow]) -> str:
+def nothing_fits(rows: Sequence[PlanRow], other_order: OtherOrder | None = None) -> str:
     """The sentence about devices that are too small for all of it."""
+    if other_order is not None:
+        return f"Nothing fits into the memory of the devices as they are listed. {other_order.sentence()}"
     least = min(rows, key=lambda row: row.memory_bytes)
     configuration = least.configuration
     devices = f"{configuration.num_devices} device{'s' * (configuration.num_devices > 1)}"

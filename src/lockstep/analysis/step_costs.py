@@ -5,6 +5,7 @@ from collections.abc import Hashable
 from functools import cached_property
 from typing import NamedTuple
 
+from lockstep.analysis.placement import Pipeline
 from lockstep.analysis.profile import LayerCost, Profile
 from lockstep.parallel.combined import ModelSplit, StageShape, combined
 from lockstep.parallel.data import DataParallel, data_parallel
@@ -15,7 +16,6 @@ from lockstep.partition.grid import Grid
 from lockstep.partition.ranks import split_over_ranks
 from lockstep.schedules.clock import ADD, BACKWARD, BUBBLE, EXCHANGE, FORWARD, UPDATE, Clocked, Link, run_on_clock
 from lockstep.schedules.instructions import Activation, ActivationGradient, Schedule, Value
-from lockstep.schedules.pipeline_orders import max_in_flight
 
 COMPUTE, LAUNCH, LOADING = "compute", "launch", "loading"
 MAX_ON_CLOCK = 64  # ranks whose every instruction is simulated; of more, those that differ (`large.py`)
@@ -62,6 +62,13 @@ class Configuration(NamedTuple):
     def num_devices(self) -> int:
         """All of them."""
         return self.grid.num_ranks
+
+
+def pipeline_of(configuration: Configuration, batch_size: int) -> Pipeline:
+    """With the largest shard, and as many shards as any copy of the network has."""
+    num_shards, num_copies = configuration.num_shards, configuration.grid.data
+    of_copy, largest = -(-num_shards // num_copies), -(-batch_size // num_shards)
+    return Pipeline(largest, of_copy, num_copies, configuration.order, configuration.shards_update)
 
 
 class PlannedStep:
@@ -194,18 +201,14 @@ class PlannedStep:
     @cached_property
     def stage_bytes(self) -> list[int]:
         """What a device with each stage needs: parameters, gradients, the optimizer's state, activations."""
-        profile, configuration, grid = self.profile, self.configuration, self.configuration.grid
-        shards = -(-len(self.sizes) // grid.data)
-        gradients = min(shards, 2 + int(math.log2(max(1, shards)))) + (grid.data > 1)
-        state = profile.optimizer_bytes / (grid.data if configuration.shards_update else 1)
-        of_entry = (profile.parameter_bytes + state) / max(1, profile.num_entries) + 4 * gradients
+        profile, grid, size = self.profile, self.configuration.grid, self.sizes[0]
+        pipeline = pipeline_of(self.configuration, profile.batch_size)
+        of_entry = pipeline.bytes_of_entry(profile) / grid.layers
         if not self.stages:
-            return [int(profile.num_entries * of_entry / grid.layers + profile.kept_bytes * self.sizes[0])]
-        places = tuple(range(grid.network))
-        in_flight = [max_in_flight(configuration.order, places, place, shards) for place in places]
+            return [int(profile.num_entries * of_entry + profile.kept_bytes * size)]
         return [
-            int(stage.num_entries * of_entry / grid.layers + stage.kept_bytes * self.sizes[0] * number)
-            for stage, number in zip(self.stages, in_flight, strict=True)
+            int(stage.num_entries * of_entry + stage.kept_bytes * size * number)
+            for stage, number in zip(self.stages, pipeline.in_flight(grid.network), strict=True)
         ]
 
     def memory_bytes(self) -> int:
