@@ -16,11 +16,13 @@ def current(monkeypatch):
     entered = [torch.device("cuda:0")]
 
     @contextmanager
-    def device(gpu):
-        entered.append(gpu)
+    def device(gpu):  # a device, or its number, -1 for none
+        number = gpu if isinstance(gpu, int) else gpu.index
+        entered.append(torch.device("cuda", number) if number >= 0 else entered[-1])
         yield
         entered.pop()
 
+    monkeypatch.setattr("torch._subclasses.fake_tensor.init_gpu_context", lambda device: None)  # of a real GPU
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: entered[-1].index)
     monkeypatch.setattr(torch_kernels._THREAD, "devices", set(), raising=False)

@@ -41,9 +41,7 @@ def on_its_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         tensor = next(each for each in args if isinstance(each, Tensor))
-        if not tensor.is_cuda:
-            return function(*args, **kwargs)
-        with torch.cuda.device(tensor.device):
+        with torch.cuda.device(tensor.get_device()):  # -1, of a CPU's tensor, is none
             return function(*args, **kwargs)
 
     return guarded
