@@ -114,7 +114,7 @@ def kernels(session: nox.Session) -> None:
     """Our Triton kernels in Triton's interpreter, which needs no GPU. PyTorch for CPUs comes without Triton."""
     install(session, "torch,test")
     session.install("--quiet", "-c", "constraints.txt", "triton")
-    session.run("pytest", "-q", *PARALLEL, "tests/backends/test_torch_triton_kernels.py", env={"TRITON_INTERPRET": "1"})
+    session.run("pytest", "-q", *PARALLEL, "tests/backends/torch/kernels/test_triton.py", env={"TRITON_INTERPRET": "1"})
 
 
 @nox.session(default=False, venv_backend="none")

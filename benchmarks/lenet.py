@@ -5,7 +5,7 @@
 
 - plain: convolution, ReLU and pooling one after the other, on 28x28 images (models/lenet.py)
 - crop: the same on 26x26 images (models/lenet_cropped.py)
-- fused: the kernels of backends/torch_lenet_cpu.py, on 28x28 images
+- fused: the kernels of backends/torch/lenet_cpu.py, on 28x28 images
 - both: crop and fused, which is what `lockstep train` runs
 - both-python: the same without TorchScript: its functions run in the Python interpreter
 
@@ -33,9 +33,9 @@ from unittest import mock
 
 import torch
 
-from lockstep.backends import Ops, torch_lenet_cpu
+from lockstep.backends import Ops
 from lockstep.backends.hardware import pin_to_core
-from lockstep.backends.torch import BACKEND, TorchOps
+from lockstep.backends.torch import BACKEND, TorchOps, lenet_cpu
 from lockstep.bench.results import append_result, describe_run
 from lockstep.bench.tables import Row, Table
 from lockstep.core.device import Device
@@ -57,8 +57,8 @@ class Variant(NamedTuple):
 
 
 def without_torchscript() -> ModuleType:
-    """Another copy of backends/torch_lenet_cpu.py, whose functions are run by the Python interpreter."""
-    spec = importlib.util.spec_from_file_location("torch_lenet_cpu_python", torch_lenet_cpu.__file__)
+    """Another copy of backends/torch/lenet_cpu.py, whose functions are run by the Python interpreter."""
+    spec = importlib.util.spec_from_file_location("lenet_cpu_python", lenet_cpu.__file__)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -99,7 +99,7 @@ BREAKS = [
     Break(
         "same bits",
         "a copy on the same device is no copy",
-        "backends/torch.py",
+        "backends/torch/__init__.py",
         "tensor.detach().to(torch_device(device), copy=True)",
         "tensor.detach().to(torch_device(device))",
         "tests/runtime/test_inprocess.py tests/backends/test_conformance.py",
@@ -107,7 +107,7 @@ BREAKS = [
     Break(
         "same bits",
         "ranks compute with several intra-op threads",
-        "backends/torch_session.py",
+        "backends/torch/session.py",
         "    torch.set_num_threads(1)",
         "    torch.set_num_threads(2)",
         "tests/runtime/test_inprocess.py",
@@ -123,7 +123,7 @@ BREAKS = [
     Break(
         "same bits",
         "TorchScript compiles a function again after some calls",
-        "backends/torch_session.py",
+        "backends/torch/session.py",
         "undo.callback(torch._C._jit_set_profiling_mode, torch._C._jit_set_profiling_mode(False))",
         "pass",
         "tests/training/test_train_module.py -k torchscript",
@@ -131,7 +131,7 @@ BREAKS = [
     Break(
         "same bits",
         "forked ranks have the autocast that the caller has",
-        "backends/torch_session.py",
+        "backends/torch/session.py",
         "                modes.enter_context(torch.autocast(kind, enabled=False))",
         "                pass",
         "tests/training/test_train_module.py -k modes_of_the_caller",
@@ -711,7 +711,7 @@ BREAKS = [
     Break(
         "same bits",
         "what goes from stage to stage arrives with other strides",
-        "backends/torch_strides.py",
+        "backends/torch/strides.py",
         "torch.empty_strided(shape, strides, dtype",
         "torch.empty(shape, dtype",
         "tests/runtime/test_cut_messages.py",
@@ -743,10 +743,10 @@ BREAKS = [
     Break(
         "same bits",
         "a large vector is used again while somebody reads it",
-        "backends/torch_large_vectors.py",
+        "backends/torch/large_vectors.py",
         "if len(vector) == size and _num_users(vector) == _NUM_USERS_OF_FREE:",
         "if len(vector) == size:",
-        "tests/backends/test_torch_large_vectors.py",
+        "tests/backends/torch/test_large_vectors.py",
     ),
     Break(
         "plain answers",

@@ -18,8 +18,8 @@ for name in asked_for():  # before the tests import it: its own warnings at impo
     with suppress(BackendError):
         load_backend(name)
 
-# Test files of one framework import it.
-collect_ignore_glob = [f"test_{name}*.py" for name in BACKENDS if name not in asked_for()]
+# Tests of one framework import it.
+collect_ignore = [file for name in BACKENDS if name not in asked_for() for file in (f"test_{name}.py", name)]
 
 
 def pytest_generate_tests(metafunc):

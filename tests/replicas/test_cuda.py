@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.backends.torch_hopper import can_replace
+from lockstep.backends.torch.kernels.hopper import can_replace
 from lockstep.core.errors import OutOfMemory, RankError
 from lockstep.models.lenet_bn import LeNetBN
 from lockstep.models.resnet18 import ResNet18

@@ -5,11 +5,11 @@ import torch
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from lockstep.backends.torch_cross_entropy import can_fuse, fused_cross_entropy
-from lockstep.backends.torch_gradient_pieces import GradientPieces
-from lockstep.backends.torch_hopper import can_replace
-from lockstep.backends.torch_kernels import can_compile_kernels
-from lockstep.backends.torch_session import deterministic_session
+from lockstep.backends.torch.gradient_pieces import GradientPieces
+from lockstep.backends.torch.kernels.cross_entropy import can_fuse, fused_cross_entropy
+from lockstep.backends.torch.kernels.hopper import can_replace
+from lockstep.backends.torch.kernels.nvrtc import can_compile_kernels
+from lockstep.backends.torch.session import deterministic_session
 from lockstep.core.device import Device
 from lockstep.core.layout import Layout
 from lockstep.schedules.reduction_tree import brackets_of, sum_with_brackets
@@ -111,7 +111,7 @@ def test_attention_in_a_session_has_the_gradients_of_pytorch(samples, heads, len
 def test_attention_with_dropout_has_the_gradients_of_the_probabilities_that_it_keeps(
     samples, heads, length, width, is_causal, dropout
 ):
-    from lockstep.backends.torch_attention_kernels import Attention, Saved, attention_backward, attention_forward
+    from lockstep.backends.torch.kernels.attention_triton import Attention, Saved, attention_backward, attention_forward
 
     torch.manual_seed(0)
     inputs = torch.randn(3, samples, heads, length, width, device=GPU, dtype=torch.bfloat16)

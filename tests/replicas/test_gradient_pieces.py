@@ -2,7 +2,7 @@
 
 import torch
 
-from lockstep.backends.torch_gradient_pieces import GradientPieces
+from lockstep.backends.torch.gradient_pieces import GradientPieces
 from lockstep.core.layout import Layout
 
 LAYOUT = Layout(("a", "b", "c"), ((3, 5), (1,), (40,)))

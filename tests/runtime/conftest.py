@@ -8,7 +8,7 @@ import torch
 from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map_only
 
 from lockstep.backends.torch import TorchBackend
-from lockstep.backends.torch_gradient_pieces import GradientPieces
+from lockstep.backends.torch.gradient_pieces import GradientPieces
 from lockstep.core.tracing import traced
 from lockstep.runtime.partial_sums import PartialSums
 

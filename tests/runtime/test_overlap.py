@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
-from lockstep.backends.torch_gradient_vector import GradientVector
+from lockstep.backends.torch.gradient_vector import GradientVector
 from lockstep.core.errors import RankError, RankTimeout, RunError
 from lockstep.core.layout import Layout
 from lockstep.runtime import interpreter

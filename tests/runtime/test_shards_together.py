@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import lockstep
-from lockstep.backends.torch_capture import SIDE_BY_SIDE_BYTES, WarmUp
-from lockstep.backends.torch_stacked import StackedTensor
+from lockstep.backends.torch.capture import SIDE_BY_SIDE_BYTES, WarmUp
+from lockstep.backends.torch.stacked import StackedTensor
 from lockstep.replicas import shards_together
 from lockstep.replicas.module_capture import CapturableModuleReplica
 

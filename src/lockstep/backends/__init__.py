@@ -54,7 +54,7 @@ __all__ = [
     "reset_peak_memory",
 ]
 
-# The framework's package, which is also the name of its file beside this one -> how to install it.
+# The framework's package, which is also the name of its module beside this one -> how to install it.
 BACKENDS = {
     "torch": "pip install torch",
     "paddle": "pip install paddlepaddle setuptools",

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.backends.torch_cross_entropy import can_fuse, fused_cross_entropy
+from lockstep.backends.torch.kernels.cross_entropy import can_fuse, fused_cross_entropy
 from lockstep.core.errors import ConfigError, RunError
 
 IGNORED = -100  # the label of positions that do not count, in PyTorch

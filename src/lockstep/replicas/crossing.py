@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.backends.torch_strides import copy_with_strides
+from lockstep.backends.torch.strides import copy_with_strides
 
 Form = Any  # the number of a tensor, or a dict with one entry: the kind, and what it is made of
 PLAIN = (type(None), bool, int, float, str)

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lockstep.backends import OnReady, Pieces
-from lockstep.backends.torch_gradient_pieces import GradientPieces, Piece, parts_of
-from lockstep.backends.torch_gradient_vector import GradientVector
-from lockstep.backends.torch_kernels import can_compile_kernels
-from lockstep.backends.torch_stacked import StackedTensor
+from lockstep.backends.torch.gradient_pieces import GradientPieces, Piece, parts_of
+from lockstep.backends.torch.gradient_vector import GradientVector
+from lockstep.backends.torch.kernels.nvrtc import can_compile_kernels
+from lockstep.backends.torch.stacked import StackedTensor
 from lockstep.core.errors import CaptureError, RunError
 from lockstep.core.layout import Layout
 from lockstep.replicas.keyed_random import KeyedRandom, NoDraws

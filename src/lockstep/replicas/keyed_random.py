@@ -18,7 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.backends.torch_session import DEFAULT_GENERATORS
+from lockstep.backends.torch.session import DEFAULT_GENERATORS
 from lockstep.core.errors import RunError
 from lockstep.core.this_thread import THIS_THREAD
 

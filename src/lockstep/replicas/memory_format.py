@@ -7,7 +7,7 @@ depends on the module, the kind of device and the precision. No autotuning: two 
 import torch
 from torch import Tensor, nn
 
-from lockstep.backends.torch_lenet_cpu import channels_last as channels_last_images
+from lockstep.backends.torch.lenet_cpu import channels_last as channels_last_images
 from lockstep.core.device import Device
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lockstep.backends import Pieces, flat
 from lockstep.backends.torch import plain_errors, torch_device
-from lockstep.backends.torch_session import start_thread, use_tf32
+from lockstep.backends.torch.session import start_thread, use_tf32
 from lockstep.core.device import Device
 from lockstep.core.errors import RunError
 from lockstep.core.layout import Array, Layout, sha256_of

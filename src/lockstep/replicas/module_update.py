@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.backends.torch_large_vectors import memory_for_result
+from lockstep.backends.torch.large_vectors import memory_for_result
 from lockstep.core.errors import ConfigError, first_line
 from lockstep.core.layout import Layout
 from lockstep.core.random import OPTIMIZER, seed_of

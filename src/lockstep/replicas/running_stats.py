@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.backends.torch_stacked import CannotStack, StackedTensor
+from lockstep.backends.torch.stacked import CannotStack, StackedTensor
 from lockstep.core.layout import Layout
 
 NORM = nn.modules.batchnorm._NormBase  # batch norm and instance norm, of any number of dimensions

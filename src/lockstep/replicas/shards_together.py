@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from lockstep.backends import flat
-from lockstep.backends.torch_gradient_pieces import GradientPieces
-from lockstep.backends.torch_stacked import CannotStack, Launches, StackedTensor
+from lockstep.backends.torch.gradient_pieces import GradientPieces
+from lockstep.backends.torch.stacked import CannotStack, Launches, StackedTensor
 from lockstep.replicas.replica import Leaf, Shard
 
 MIN_SHARE = 3  # launches for all shards to one that is repeated for each: else they are faster side by side

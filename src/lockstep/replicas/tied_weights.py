@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from lockstep.backends.torch_gradient_pieces import Piece
+from lockstep.backends.torch.gradient_pieces import Piece
 
 CAST, LOOK_UP = "ToCopyBackward0", "EmbeddingBackward0"  # PyTorch's names of the two uses
 SAVED = ("indices", "weight_sym_argsize_0", "padding_idx", "scale_grad_by_freq", "sparse")  # of the second

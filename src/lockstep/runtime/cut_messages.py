@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.backends.torch_strides import dense, with_strides
+from lockstep.backends.torch.strides import dense, with_strides
 from lockstep.core.errors import PeerFailure
 from lockstep.core.serialization import CorruptData, unpack
 from lockstep.replicas.replica import Cut

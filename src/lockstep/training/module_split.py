@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
-from lockstep.backends.torch_session import own_modes, single_threaded
+from lockstep.backends.torch.session import own_modes, single_threaded
 from lockstep.config import RunConfig
 from lockstep.core.device import Device
 from lockstep.partition.grid import Grid

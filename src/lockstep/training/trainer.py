@@ -9,7 +9,7 @@ from typing import Any, Self, cast
 
 from torch import nn
 
-from lockstep.backends.torch_session import use_tf32
+from lockstep.backends.torch.session import use_tf32
 from lockstep.config import RunConfig, settings_in
 from lockstep.core.errors import ConfigError, PeerFailure, RunError
 from lockstep.core.layout import Array, sha256_of

@@ -9,7 +9,7 @@ from threadpoolctl import threadpool_limits
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from lockstep.backends.torch_session import single_threaded
+from lockstep.backends.torch.session import single_threaded
 from lockstep.config import RunConfig
 from lockstep.core.entry_points import call_user_function
 from lockstep.core.errors import ConfigError

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.backends.torch_hopper import has_memory, on_its_gpu
-from lockstep.backends.torch_stacked import CannotStack, StackedTensor, joined, num_shards_of, of_shards, parted
+from lockstep.backends.torch.kernels.hopper import has_memory, on_its_gpu
+from lockstep.backends.torch.stacked import CannotStack, StackedTensor, joined, num_shards_of, of_shards, parted
 
 TYPES = torch.bfloat16, torch.float16, torch.float32  # of images
 
@@ -57,7 +57,7 @@ class _BatchNorm(torch.autograd.Function):
         running_var: Tensor | None,
         *how: float,
     ) -> Tensor:
-        from lockstep.backends.torch_batch_norm_kernels import Stats, batch_norm_forward
+        from lockstep.backends.torch.kernels.batch_norm_triton import Stats, batch_norm_forward
 
         momentum, eps = how
         own = [each.stack if isinstance(each, StackedTensor) else each for each in (running_mean, running_var)]
@@ -81,7 +81,7 @@ class _BatchNorm(torch.autograd.Function):
             how = None, None, of_shards(mean, images), of_shards(inverse, images), True, ctx.eps, [True, True, True]
             found = torch.ops.aten.native_batch_norm_backward(gradient, images, weight, *how)
         else:
-            from lockstep.backends.torch_batch_norm_kernels import batch_norm_backward
+            from lockstep.backends.torch.kernels.batch_norm_triton import batch_norm_backward
 
             of_images, *of_layer = batch_norm_backward(joined(gradient), joined(images), weight, mean, inverse)
             found = parted(of_images, images), *(of_shards(each, images) for each in of_layer)

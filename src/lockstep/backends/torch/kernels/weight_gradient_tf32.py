@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.backends.torch_kernels import (
+from lockstep.backends.torch.kernels.nvrtc import (
     can_compile_kernels,
     compile_kernel,
     current_gpu,
@@ -160,7 +160,7 @@ def weight_gradient(
 
     Images and gradient are channels-last; `how` is the stride and the padding, of lines and columns.
     """
-    from lockstep.backends.torch_weight_gradient_kernels import add_parts
+    from lockstep.backends.torch.kernels.weight_gradient_triton import add_parts
 
     num_out, num_in, *taps = shape
     tile_rows = 64 if num_out <= 64 else 128

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.backends.torch_column_sum_kernels import column_sums
-from lockstep.backends.torch_row_kernels import load
+from lockstep.backends.torch.kernels.column_sum_triton import column_sums
+from lockstep.backends.torch.kernels.rows_triton import load
 
 ENTRIES = 4096  # of a tile, which a program reads at a time
 MAX_PROGRAMS = 256  # two for each multiprocessor

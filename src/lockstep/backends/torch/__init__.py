@@ -1,4 +1,4 @@
-"""PyTorch on CPUs and NVIDIA GPUs; `torch_*.py` beside it have its session, graph capture and LeNet's kernels."""
+"""PyTorch on CPUs and NVIDIA GPUs; the files beside it have its session, graph capture, gradients and kernels."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -21,18 +21,18 @@ from lockstep.backends.protocol import (
     Ops,
     Pieces,
 )
-from lockstep.backends.torch_capture import TorchGraphCapture
-from lockstep.backends.torch_compile import compiled
-from lockstep.backends.torch_events import CudaEvents
-from lockstep.backends.torch_gradient_pieces import GradientPieces
-from lockstep.backends.torch_gradient_vector import GradientVector, gaps_of, one
-from lockstep.backends.torch_kernel_choice import VARIABLES, kernel_choice, pin_kernels
-from lockstep.backends.torch_kernels import can_compile_kernels
-from lockstep.backends.torch_large_vectors import memory_for_result
-from lockstep.backends.torch_lenet_cpu import ConvReluPool2d
-from lockstep.backends.torch_lenet_gpu import ConvReluPool2dOnGPU, has_kernels
-from lockstep.backends.torch_session import CUDA_IN_USE, cuda_survives_fork, deterministic_session, start_thread
-from lockstep.backends.torch_strides import copy_with_strides
+from lockstep.backends.torch.capture import TorchGraphCapture
+from lockstep.backends.torch.compile import compiled
+from lockstep.backends.torch.events import CudaEvents
+from lockstep.backends.torch.gradient_pieces import GradientPieces
+from lockstep.backends.torch.gradient_vector import GradientVector, gaps_of, one
+from lockstep.backends.torch.kernel_choice import VARIABLES, kernel_choice, pin_kernels
+from lockstep.backends.torch.kernels.lenet_gpu import ConvReluPool2dOnGPU, has_kernels
+from lockstep.backends.torch.kernels.nvrtc import can_compile_kernels
+from lockstep.backends.torch.large_vectors import memory_for_result
+from lockstep.backends.torch.lenet_cpu import ConvReluPool2d
+from lockstep.backends.torch.session import CUDA_IN_USE, cuda_survives_fork, deterministic_session, start_thread
+from lockstep.backends.torch.strides import copy_with_strides
 from lockstep.core.device import Device, Hardware
 from lockstep.core.layout import Array, Layout
 from lockstep.core.tracing import SpanName, Timed, span

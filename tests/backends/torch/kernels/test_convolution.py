@@ -5,10 +5,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from lockstep.backends import torch_convolution, torch_weight_gradient_tf32
-from lockstep.backends.torch_hopper import can_replace
-from lockstep.backends.torch_session import deterministic_session, use_tf32
-from lockstep.backends.torch_stacked import StackedTensor
+from lockstep.backends.torch.kernels import convolution, weight_gradient_tf32
+from lockstep.backends.torch.kernels.hopper import can_replace
+from lockstep.backends.torch.session import deterministic_session, use_tf32
+from lockstep.backends.torch.stacked import StackedTensor
 from lockstep.core.device import Device
 
 GPU = torch.device("cuda", 0)
@@ -31,14 +31,14 @@ def fit(images=(8, 64, 9, 9), kernel=(64, 64, 3, 3), moves=((1, 1), (1, 1)), pre
             how |= {"device": "cuda", "memory_format": torch.channels_last}
             X, weight = torch.empty(images, **how), torch.empty(kernel, **how)
             bias = None if bias is None else torch.empty(bias, device="cuda")
-            return torch_convolution.fits(X, weight, bias, moves)
+            return convolution.fits(X, weight, bias, moves)
     finally:
         torch.backends.cudnn.conv.fp32_precision = before
 
 
 def test_what_our_kernels_are_for(monkeypatch):
     assert not fit()  # a tensor without memory is left to the compiler
-    monkeypatch.setattr(torch_convolution, "has_memory", lambda tensor: True)
+    monkeypatch.setattr(convolution, "has_memory", lambda tensor: True)
     assert fit()
     assert fit(bias=64)
     assert fit(dtype=torch.bfloat16, precision="ieee")
@@ -58,7 +58,7 @@ def test_what_our_kernels_are_for(monkeypatch):
 
 @pytest.mark.parametrize("divisor", [1, 2, 3, 7, 28, 49, 784, 3136, 65537])
 def test_numbers_are_divided_by_a_product(divisor):
-    factor, shift = torch_weight_gradient_tf32._division(divisor)
+    factor, shift = weight_gradient_tf32._division(divisor)
     assert -(2**31) <= factor < 2**31
     for number in (0, 1, divisor - 1, divisor, 12_345_678, 2**31 - divisor, 2**31 - 1):
         assert (2 * number * (factor % 2**32) >> 32) >> shift == number // divisor
@@ -120,8 +120,8 @@ def test_a_shard_has_the_same_bits_alone_and_beside_others(session, shape, preci
 def test_outputs_and_gradients_are_those_of_double_precision(session, shape, precision):
     shards = Shards(shape, precision)
     images, gradient = shards.images[0], shards.gradients[0]
-    moves = [torch_convolution._pair(each) for each in shape[-2:]]
-    assert torch_convolution.fits(images, shards.weight, shards.bias, moves)
+    moves = [convolution._pair(each) for each in shape[-2:]]
+    assert convolution.fits(images, shards.weight, shards.bias, moves)
     found = shards.of(images, gradient)
     for own, exact in zip(found, shards.of(images, gradient, torch.float64), strict=True):
         assert own.shape == exact.shape
@@ -130,10 +130,10 @@ def test_outputs_and_gradients_are_those_of_double_precision(session, shape, pre
 
 @pytest.mark.parametrize("precision", [pytest.param("tf32", marks=on_gpu)])
 def test_a_weights_gradient_by_triton_is_that_of_the_cuda_kernel(session, precision, monkeypatch):
-    assert torch_weight_gradient_tf32.can_multiply()
+    assert weight_gradient_tf32.can_multiply()
     shards = Shards(SHAPES[0], precision)
     by_cuda = shards.of(shards.images[0], shards.gradients[0])[2]
-    monkeypatch.setattr(torch_convolution, "can_multiply", lambda: False)
+    monkeypatch.setattr(convolution, "can_multiply", lambda: False)
     by_triton = shards.of(shards.images[0], shards.gradients[0])[2]
     assert (by_cuda - by_triton).norm() < 1e-3 * by_cuda.norm()
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lockstep.backends.torch_lenet_cpu import ConvReluPool2d, channels_last, scripted
+from lockstep.backends.torch.lenet_cpu import ConvReluPool2d, channels_last, scripted
 from lockstep.core.device import Device
 from lockstep.replicas.memory_format import flat_in_memory_order, shaped_like, wants_channels_last
 
@@ -50,7 +50,7 @@ def test_without_torchscript_functions_are_unchanged(monkeypatch):
 def test_without_torchscript_bits_are_the_same():
     code = """
 import lockstep, torch
-from lockstep.backends.torch_lenet_cpu import by_product
+from lockstep.backends.torch.lenet_cpu import by_product
 print(isinstance(by_product, torch.jit.ScriptFunction))
 print(lockstep.train(2, num_epochs=1, data="fashion-mnist-mini", quiet=True).weights_sha256)
 """

@@ -2,7 +2,7 @@
 
 cuDNN chooses its kernels by the number of images, so shards have to be computed one by one, and 32 images of 7 x 7
 pixels do not fill a GPU. Ours give a shard the same bits alone and beside others, so that shards can go through a model
-together (`torch_stacked.py`).
+together (`backends/torch/stacked.py`).
 """
 
 import math
@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.backends.torch_hopper import has_memory, on_its_gpu
-from lockstep.backends.torch_stacked import CannotStack, StackedTensor, joined, num_shards_of, of_shards, parted
-from lockstep.backends.torch_weight_gradient_tf32 import can_multiply, weight_gradient
+from lockstep.backends.torch.kernels.hopper import has_memory, on_its_gpu
+from lockstep.backends.torch.kernels.weight_gradient_tf32 import can_multiply, weight_gradient
+from lockstep.backends.torch.stacked import CannotStack, StackedTensor, joined, num_shards_of, of_shards, parted
 
 MAX_IMAGES = 64  # of a shard: more of them fill a GPU by themselves, and cuDNN's kernels are faster
 MAX_NUMBERS = 1 << 27  # of a shard's images: places in those of eight shards have 31 bits
@@ -101,7 +101,7 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     @on_its_gpu
     def forward(ctx: Any, images: Tensor, weight: Tensor, bias: Tensor | None, how: Any) -> Tensor:
-        from lockstep.backends.torch_convolution_kernels import Convolution, Launch, convolution_forward
+        from lockstep.backends.torch.kernels.convolution_triton import Convolution, Launch, convolution_forward
 
         ctx.save_for_backward(images, weight)
         ctx.how, ctx.has_bias = Convolution(*how), bias is not None
@@ -110,9 +110,9 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        from lockstep.backends.torch_column_sum_kernels import column_sums
-        from lockstep.backends.torch_convolution_kernels import Launch, gradient_of_images
-        from lockstep.backends.torch_weight_gradient_kernels import gradient_of_weight
+        from lockstep.backends.torch.kernels.column_sum_triton import column_sums
+        from lockstep.backends.torch.kernels.convolution_triton import Launch, gradient_of_images
+        from lockstep.backends.torch.kernels.weight_gradient_triton import gradient_of_weight
 
         images, weight = ctx.saved_tensors
         if isinstance(gradient, StackedTensor) != isinstance(images, StackedTensor):

@@ -1,4 +1,4 @@
-"""The CUDA source of LeNet's kernels (`torch_lenet_gpu.py`), with shapes and the division of work as constants.
+"""The CUDA source of LeNet's kernels (`lenet_gpu.py`), with shapes and the division of work as constants.
 
 - A block computes one image, from shared memory; a thread computes 2 x 2 outputs, which are one pool, of some channels,
   with all that it needs of an input channel in registers. So an image's results do not depend on the others.

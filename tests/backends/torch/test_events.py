@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.backends.torch_events import CudaEvents
+from lockstep.backends.torch.events import CudaEvents
 from lockstep.core.tracing import SpanName, Trace, span, traced
 
 STEP_MS, NUM_STEPS = 7.3, 100_000  # twelve minutes

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from lockstep.backends.torch_large_vectors import MIN_BYTES, empty_vector, large_vectors_kept, memory_for_result
+from lockstep.backends.torch.large_vectors import MIN_BYTES, empty_vector, large_vectors_kept, memory_for_result
 
 CPU, SIZE = torch.device("cpu"), MIN_BYTES // 4
 
@@ -70,7 +70,7 @@ def test_nothing_is_kept_outside_of_a_session_nor_of_small_ones():
         small = empty_vector(SIZE - 1, CPU)
         address = empty_vector(SIZE, CPU).data_ptr()
         assert empty_vector(SIZE, CPU).data_ptr() == address  # kept until here
-    from lockstep.backends.torch_large_vectors import _THREAD
+    from lockstep.backends.torch.large_vectors import _THREAD
 
     assert not _THREAD.__dict__
     assert len(small) == SIZE - 1

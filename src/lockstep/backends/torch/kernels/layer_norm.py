@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.backends.torch_hopper import has_memory
-from lockstep.backends.torch_stacked import CannotStack, StackedTensor, per_shard
+from lockstep.backends.torch.kernels.hopper import has_memory
+from lockstep.backends.torch.stacked import CannotStack, StackedTensor, per_shard
 
 TYPES = torch.bfloat16, torch.float16, torch.float32  # autocast makes all of them float32
 MIN_ROWS, MAX_WIDTH = 256, 8192
@@ -64,7 +64,7 @@ class _LayerNorm(torch.autograd.Function):
             how = weight.shape, mean, inverse, weight, bias, [True, True, True]
             found = torch.ops.aten.native_layer_norm_backward(gradient, rows, *how)
         else:
-            from lockstep.backends.torch_layer_norm_kernels import layer_norm_backward
+            from lockstep.backends.torch.kernels.layer_norm_triton import layer_norm_backward
 
             found = layer_norm_backward(gradient, rows, weight, mean, inverse)
         return (*found, None)

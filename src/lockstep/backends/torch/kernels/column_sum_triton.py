@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.backends.torch_row_kernels import (
+from lockstep.backends.torch.kernels.rows_triton import (
     HOW,
     STAGES,
     channels_of,

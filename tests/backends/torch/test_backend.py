@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import lockstep
-from lockstep.backends import load_backend, torch_session
+from lockstep.backends import load_backend
+from lockstep.backends.torch import session
 from lockstep.core.device import Device
 from lockstep.core.errors import BackendError, RankError
 
@@ -38,7 +39,7 @@ def test_an_operation_without_a_deterministic_mode_is_named_with_the_users_line(
         lockstep.train_batch(X, y, [[torch.ones(3, 2)]], ["cpu:0"], lr=0.1, net=net)
     assert "has no deterministic mode in PyTorch on cpu, so the weights would differ" in str(failed.value)
     assert "Use another operation" in str(failed.value)
-    assert f"test_torch.py:{line}" in str(failed.value)
+    assert f"test_backend.py:{line}" in str(failed.value)
     assert "use_deterministic_algorithms" not in str(failed.value)
 
 
@@ -123,7 +124,7 @@ def settings_before(request):
 
 
 def test_these_tests_check_every_operation_with_a_precision_setting():
-    assert tuple(PRECISIONS.values()) == torch_session._with_precision()
+    assert tuple(PRECISIONS.values()) == session._with_precision()
 
 
 @pytest.mark.parametrize("error", [None, ZeroDivisionError, KeyboardInterrupt])

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.backends.torch_kernels import NUM_THREADS, can_compile_kernels, compile_kernel, launch
-from lockstep.backends.torch_stacked import per_shard
+from lockstep.backends.torch.kernels.nvrtc import NUM_THREADS, can_compile_kernels, compile_kernel, launch
+from lockstep.backends.torch.stacked import per_shard
 
 MIN_CLASSES = 512  # for fewer, PyTorch's kernels are as fast
 

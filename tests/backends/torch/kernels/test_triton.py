@@ -17,13 +17,18 @@ if find_spec("triton") is None or "TRITON_INTERPRET" not in os.environ:
 import triton
 import triton.language as tl
 
-from lockstep.backends import torch_attention_kernels, torch_convolution
-from lockstep.backends.torch_attention_kernels import Attention, Saved, attention_backward, attention_forward
-from lockstep.backends.torch_batch_norm_kernels import Stats, batch_norm_backward, batch_norm_forward
-from lockstep.backends.torch_column_sum_kernels import column_sums
-from lockstep.backends.torch_convolution_kernels import Convolution, Launch, convolution_forward, gradient_of_images
-from lockstep.backends.torch_layer_norm_kernels import layer_norm_backward
-from lockstep.backends.torch_weight_gradient_kernels import gradient_of_weight
+from lockstep.backends.torch.kernels import attention_triton, convolution
+from lockstep.backends.torch.kernels.attention_triton import Attention, Saved, attention_backward, attention_forward
+from lockstep.backends.torch.kernels.batch_norm_triton import Stats, batch_norm_backward, batch_norm_forward
+from lockstep.backends.torch.kernels.column_sum_triton import column_sums
+from lockstep.backends.torch.kernels.convolution_triton import (
+    Convolution,
+    Launch,
+    convolution_forward,
+    gradient_of_images,
+)
+from lockstep.backends.torch.kernels.layer_norm_triton import layer_norm_backward
+from lockstep.backends.torch.kernels.weight_gradient_triton import gradient_of_weight
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -113,9 +118,9 @@ def test_convolutions(shape, dtype):
     weight = 0.1 * images_last(num_out, num_in, *kernel, dtype=dtype)
     bias = torch.randn(num_out).to(dtype)
     gradient = images_last(*F.conv2d(images.float(), weight.float(), **moves).shape, dtype=dtype)
-    forward = Launch(*torch_convolution.tile_of_images(weight, num_in, num_out, (1, 1)))
-    backward = Launch(*torch_convolution.tile_of_images(weight, num_out, num_in, stride))
-    of_weight = Launch(*torch_convolution.tile_of_weight(weight))
+    forward = Launch(*convolution.tile_of_images(weight, num_in, num_out, (1, 1)))
+    backward = Launch(*convolution.tile_of_images(weight, num_out, num_in, stride))
+    of_weight = Launch(*convolution.tile_of_weight(weight))
 
     def computed(X, g, num_shards):
         out = convolution_forward(X, weight, bias, how, forward)
@@ -147,7 +152,7 @@ def drop_by_product(numbers, of_rows, of_columns, dropout):
     ("length", "width", "is_causal"), [(70, 32, False), (130, 64, True), (128, 32, True), (1, 64, True)]
 )
 def test_attention(length, width, is_causal, dropout, monkeypatch):
-    monkeypatch.setattr(torch_attention_kernels, "drop", drop_by_product)
+    monkeypatch.setattr(attention_triton, "drop", drop_by_product)
     samples, heads = 1, 2
     joined = torch.randn(samples, length, 3, heads, width).to(torch.float16)
     inputs = tuple(joined.permute(2, 0, 3, 1, 4))

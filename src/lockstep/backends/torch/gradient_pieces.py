@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lockstep.backends.protocol import Pieces
-from lockstep.backends.torch_kernels import add_gradients, is_aligned
-from lockstep.backends.torch_large_vectors import empty_vector
+from lockstep.backends.torch.kernels.nvrtc import add_gradients, is_aligned
+from lockstep.backends.torch.large_vectors import empty_vector
 from lockstep.core.layout import Layout
 
 Piece: TypeAlias = Tensor | tuple[Tensor, ...] | None  # a gradient, one in parts that are to be added, or none

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.backends.torch_kernels import NUM_THREADS, can_compile_kernels, compile_kernel, launch
-from lockstep.backends.torch_lenet_gpu_kernels import KERNELS, SHAPES
+from lockstep.backends.torch.kernels.lenet_gpu_source import KERNELS, SHAPES
+from lockstep.backends.torch.kernels.nvrtc import NUM_THREADS, can_compile_kernels, compile_kernel, launch
 
 POOL = 2
 MAX_SHARED = 48 * 1024  # bytes of a block

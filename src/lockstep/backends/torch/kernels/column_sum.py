@@ -22,7 +22,7 @@ def our_sum(
         out = tensor.new_empty(0, dtype=dtype or (torch.int64 if is_whole else tensor.dtype))
         found: Tensor = torch.ops.aten.sum.IntList_out(tensor, dim, keepdim, dtype=dtype, out=out)
         return found
-    from lockstep.backends.torch_column_sum_kernels import column_sums
+    from lockstep.backends.torch.kernels.column_sum_triton import column_sums
 
     (total,) = column_sums(tensor, tensor.shape[kept])
     return total.view([size if at == kept else 1 for at, size in enumerate(tensor.shape)]) if keepdim else total

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lockstep.backends.torch_stacked import CannotStack, Launches, StackedTensor, joined, per_shard
+from lockstep.backends.torch.stacked import CannotStack, Launches, StackedTensor, joined, per_shard
 
 NUM_SHARDS = 3
 OPERATIONS = {

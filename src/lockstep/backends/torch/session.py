@@ -13,8 +13,8 @@ import torch
 
 from lockstep.backends.malloc import freed_memory_kept
 from lockstep.backends.process_settings import one_at_a_time
-from lockstep.backends.torch_large_vectors import large_vectors_kept
-from lockstep.backends.torch_replaced import our_kernels
+from lockstep.backends.torch.kernels.replaced import our_kernels
+from lockstep.backends.torch.large_vectors import large_vectors_kept
 from lockstep.core.child_process import fork
 from lockstep.core.device import Device
 from lockstep.core.this_thread import THIS_THREAD

@@ -7,10 +7,10 @@ import torch
 from torch.nn import functional as F
 
 import lockstep
-from backends.kernels_on_cpu import compiled_for_cpu, launch_on_cpu
-from lockstep.backends import torch_lenet_gpu as kernels
+from backends.torch.kernels.kernels_on_cpu import compiled_for_cpu, launch_on_cpu
 from lockstep.backends.torch import TorchBackend
-from lockstep.backends.torch_lenet_gpu import ConvReluPool2dOnGPU, has_kernels
+from lockstep.backends.torch.kernels import lenet_gpu as kernels
+from lockstep.backends.torch.kernels.lenet_gpu import ConvReluPool2dOnGPU, has_kernels
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU is visible on this machine")
 # channels, height, width, output channels, kernel: LeNet's two, slices of them, and others

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.backends.torch_convolution_kernels import GENERAL, Convolution, Launch, unpacked
+from lockstep.backends.torch.kernels.convolution_triton import GENERAL, Convolution, Launch, unpacked
 
 
 def gradient_of_weight(

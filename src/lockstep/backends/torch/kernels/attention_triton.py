@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.backends.torch_attention_dropout import drop, dropout_of, of_head, words_of
+from lockstep.backends.torch.kernels.attention_dropout import drop, dropout_of, of_head, words_of
 
 LOG2E = tl.constexpr(1.4426950408889634)
 EVEN = 64  # a length that is a multiple of it needs no masks

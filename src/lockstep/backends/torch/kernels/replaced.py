@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from lockstep.backends.torch_attention import our_attention, our_attention_backward
-from lockstep.backends.torch_batch_norm import our_batch_norm
-from lockstep.backends.torch_column_sum import our_sum
-from lockstep.backends.torch_convolution import our_conv2d
-from lockstep.backends.torch_hopper import can_replace, on_its_gpu
-from lockstep.backends.torch_layer_norm import our_layer_norm
+from lockstep.backends.torch.kernels.attention import our_attention, our_attention_backward
+from lockstep.backends.torch.kernels.batch_norm import our_batch_norm
+from lockstep.backends.torch.kernels.column_sum import our_sum
+from lockstep.backends.torch.kernels.convolution import our_conv2d
+from lockstep.backends.torch.kernels.hopper import can_replace, on_its_gpu
+from lockstep.backends.torch.kernels.layer_norm import our_layer_norm
 
 FUNCTIONS = (  # a name, where layers find it, and what makes ours of PyTorch's
     ("conv2d", (torch, F), our_conv2d),

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lockstep.backends import torch_kernels
-from lockstep.backends.torch_hopper import on_its_gpu
+from lockstep.backends.torch.kernels import nvrtc
+from lockstep.backends.torch.kernels.hopper import on_its_gpu
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def current(monkeypatch):
     monkeypatch.setattr("torch._subclasses.fake_tensor.init_gpu_context", lambda device: None)  # of a real GPU
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: entered[-1].index)
-    monkeypatch.setattr(torch_kernels._THREAD, "devices", set(), raising=False)
+    monkeypatch.setattr(nvrtc._THREAD, "devices", set(), raising=False)
     with FakeTensorMode():
         yield entered
 
@@ -44,7 +44,7 @@ def test_a_kernel_is_compiled_and_launched_on_the_gpu_of_its_tensors(current, mo
     monkeypatch.setattr(torch.cuda, "_compile_kernel", compile_here, raising=False)
     for name in ("cuda:0", "cuda:1", "cuda:0"):
         out = torch.empty(1000, device=name)
-        torch_kernels.add_gradients("(x0 + x1)", out, [(torch.empty_like(out),), (torch.empty_like(out),)])
+        nvrtc.add_gradients("(x0 + x1)", out, [(torch.empty_like(out),), (torch.empty_like(out),)])
     assert launched == [((1, 1, 1), (256, 1, 1), 0)] * 3
     assert current == [torch.device("cuda:0")], "the caller's GPU is current again"
 
@@ -54,7 +54,7 @@ def test_a_thread_has_a_context_for_each_gpu_before_the_first_kernel(current, mo
     monkeypatch.setattr(torch, "zeros", lambda size, device: made.append(device))
     for name in ("cuda:1", "cuda:1", "cuda:0"):
         gpu = torch.device(name)
-        torch_kernels.launch(lambda **given: launched_on.append(current[-1]), 1, [torch.empty(1, device=gpu)])
+        nvrtc.launch(lambda **given: launched_on.append(current[-1]), 1, [torch.empty(1, device=gpu)])
         assert made[-1] == gpu
     assert made == [torch.device("cuda:1"), torch.device("cuda:0")]
     assert launched_on == [torch.device(name) for name in ("cuda:1", "cuda:1", "cuda:0")]
@@ -76,11 +76,11 @@ def test_a_gpu_that_is_full_at_the_moment_does_not_rule_kernels_out(current, mon
     problems = ["no such function", "CUDA error: out of memory"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "_compile_kernel", fail, raising=False)
-    torch_kernels.can_compile_kernels.cache_clear()
+    nvrtc.can_compile_kernels.cache_clear()
     try:
         with pytest.raises(RuntimeError, match="out of memory"):
-            torch_kernels.can_compile_kernels()
-        assert not torch_kernels.can_compile_kernels(), "which is another reason"
+            nvrtc.can_compile_kernels()
+        assert not nvrtc.can_compile_kernels(), "which is another reason"
         assert problems == []
     finally:
-        torch_kernels.can_compile_kernels.cache_clear()
+        nvrtc.can_compile_kernels.cache_clear()

@@ -5,23 +5,23 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from lockstep.backends import torch_batch_norm, torch_hopper, torch_layer_norm, torch_replaced
-from lockstep.backends.torch_stacked import StackedTensor
+from lockstep.backends.torch.kernels import batch_norm, hopper, layer_norm, replaced
+from lockstep.backends.torch.stacked import StackedTensor
 
 
 def layer_norm_fits():
     rows, weight, bias = (torch.empty(shape, device="cuda") for shape in ((300, 64), (64,), (64,)))
-    return torch_layer_norm.fits(rows, [64], weight, bias)
+    return layer_norm.fits(rows, [64], weight, bias)
 
 
 def batch_norm_fits():
     images = torch.empty(4, 8, 5, 5, device="cuda", memory_format=torch.channels_last)
-    return torch_batch_norm.fits(images, *(torch.empty(8, device="cuda") for _ in range(4)), True)
+    return batch_norm.fits(images, *(torch.empty(8, device="cuda") for _ in range(4)), True)
 
 
 @pytest.mark.parametrize(
     ("module", "do_fit"),
-    [(torch_layer_norm, layer_norm_fits), (torch_batch_norm, batch_norm_fits)],
+    [(layer_norm, layer_norm_fits), (batch_norm, batch_norm_fits)],
     ids=["layer", "batch"],
 )
 def test_tensors_without_memory_are_left_to_the_compiler(monkeypatch, module, do_fit):
@@ -34,8 +34,8 @@ def test_tensors_without_memory_are_left_to_the_compiler(monkeypatch, module, do
 @pytest.fixture
 def patched(monkeypatch):
     """PyTorch's functions and operations as they are during a run on a GPU."""
-    monkeypatch.setattr(torch_replaced, "can_replace", lambda: True)
-    with torch_replaced.our_kernels():
+    monkeypatch.setattr(replaced, "can_replace", lambda: True)
+    with replaced.our_kernels():
         yield
 
 
@@ -44,8 +44,8 @@ def test_what_is_replaced_is_put_back(monkeypatch):
         return torch.conv2d, F.conv2d, torch.batch_norm, torch.layer_norm
 
     before = found()
-    monkeypatch.setattr(torch_replaced, "can_replace", lambda: True)
-    with torch_replaced.our_kernels():
+    monkeypatch.setattr(replaced, "can_replace", lambda: True)
+    with replaced.our_kernels():
         assert not set(found()) & set(before)
         assert torch.conv2d is F.conv2d
     assert found() == before
@@ -86,11 +86,11 @@ def test_layer_norm_of_several_shards_is_that_of_each(patched):
 
 
 def test_what_has_memory():
-    assert torch_hopper.has_memory(torch.ones(1))
-    assert torch_hopper.has_memory(torch.nn.Parameter(torch.ones(1)))
+    assert hopper.has_memory(torch.ones(1))
+    assert hopper.has_memory(torch.nn.Parameter(torch.ones(1)))
     with FakeTensorMode():
-        assert not torch_hopper.has_memory(torch.ones(1))
+        assert not hopper.has_memory(torch.ones(1))
     seen = []
-    torch.func.vmap(lambda x: seen.append(torch_hopper.has_memory(x)) or x)(torch.ones(2, 3))
-    torch.func.grad(lambda x: seen.append(torch_hopper.has_memory(x)) or x.sum())(torch.ones(2, 3))
+    torch.func.vmap(lambda x: seen.append(hopper.has_memory(x)) or x)(torch.ones(2, 3))
+    torch.func.grad(lambda x: seen.append(hopper.has_memory(x)) or x.sum())(torch.ones(2, 3))
     assert seen == [False, False]

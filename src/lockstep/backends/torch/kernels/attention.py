@@ -25,7 +25,7 @@ def our_attention(
     """As PyTorch declares it: its output, and what its backward pass needs."""
     lengths = queries.shape[2], keys.shape[2]
     if _fits(queries, keys, values, dropout, scale):
-        from lockstep.backends.torch_attention_kernels import attention_forward
+        from lockstep.backends.torch.kernels.attention_triton import attention_forward
 
         random = queries.new_empty(2, dtype=torch.int64)
         if dropout:
@@ -53,7 +53,7 @@ def our_attention_backward(
     """As PyTorch declares it."""
     *_, dropout, is_causal, random, _ = others
     if _fits(queries, keys, values, dropout, scale):
-        from lockstep.backends import torch_attention_kernels as kernels
+        from lockstep.backends.torch.kernels import attention_triton as kernels
 
         gradient = gradient if gradient.stride(3) == 1 else gradient.contiguous()
         saved = kernels.Saved((queries, keys, values), out, logsumexp)
@@ -76,7 +76,7 @@ def _fits(queries: Tensor, keys: Tensor, values: Tensor, dropout: float, scale: 
 
 
 def _how(queries: Tensor, dropout: float, random: Tensor, is_causal: bool, scale: float | None) -> Any:
-    from lockstep.backends.torch_attention_kernels import Attention
+    from lockstep.backends.torch.kernels.attention_triton import Attention
 
     scale = 1 / math.sqrt(queries.shape[3]) if scale is None else scale
     return Attention(is_causal, scale, dropout, random.view(torch.int64))
