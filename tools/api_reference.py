@@ -18,6 +18,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "api.md"
 FIRST = ["train", "train_batch", "evaluate_accuracy", "get_params", "split_batch", "allreduce", "devices", "try_gpu"]
 SHOWN = {"batch_size", "lr", "model", "data", "loss", "optimizer", "devices", "epochs", "out"}  # in the signature
 SCOPES = {"identity": "yes", "agreed": "no", "local": "no"}
+CHANGES = {"epochs": "yes", "exchange": "`ring`, `native`"}  # may be others when a run is resumed
 
 
 def page() -> str:
@@ -97,10 +98,8 @@ def settings() -> str:
             str(getattr(TYPES[each.name], "__name__", TYPES[each.name])).replace("pathlib.", ""),
         )
         kind = "Path or None" if "Path" in kind else kind.replace(" | ", " or ")
-        flag = f"--{name.replace('_', '-')}"
-        rows.append(
-            f"| `{name}` | `{flag}` | {kind} | `{each.default}` | {help_of(each)} | {SCOPES[each.metadata['scope']]} |"
-        )
+        flag, changes = f"--{name.replace('_', '-')}", CHANGES.get(name, SCOPES[each.metadata["scope"]])
+        rows.append(f"| `{name}` | `{flag}` | {kind} | `{each.default}` | {help_of(each)} | {changes} |")
     return "\n".join(rows) + "\n"
 
 

@@ -34,13 +34,13 @@ from lockstep.schedules.pipeline_orders import ORDERS
 MAX_SHARDS = 4096  # a shard is a forward and backward pass of its own: more would only be slow
 MAX_SEED = 2**32 - 1
 LEARNING_RATES = {"sgd": 0.2, "adam": 0.001, "adamw": 0.001}  # the defaults: the text's, and Adam's own
-OWN = "or package.file:function of your own,"
+OWN = "or package.module:function of your own,"
 ENGINES = {
     "auto": "processes for several GPUs, else inprocess",
     "inprocess": "a thread for each device",
     "processes": "a process for each (torchrun: several machines)",
 }
-UPDATES = {"replicated": "every device updates everything", "sharded": "every device its part, and hands it out"}
+UPDATES = {"replicated": "every device updates everything", "sharded": "each updates a part (as ZeRO stage 1)"}
 DEFAULT_SLICES = 8  # of --split layers
 ON_HANG = {"stop": "end the run and name the straggler", "drop": "continue without it (engine processes)"}
 LOSSES_OVER = {
@@ -66,9 +66,9 @@ class RunConfig:
 
     devices: int | str | None = setting(
         None,
-        "A number (of GPUs, each listed more than once where there are fewer; of logical CPU devices where there is "
-        "none), or a list: cpu:0,cpu:1 or cuda:0,cuda:0. Default: all GPUs, else a logical CPU device for each core; "
-        "at most --shards of them.",
+        "A number of devices, or a list: cpu:0,cpu:1 or cuda:0,cuda:0. A number means GPUs (some used more than once "
+        "if there are fewer), or logical CPU devices if there is no GPU. Default: all GPUs, else one logical CPU "
+        "device per core; at most --shards.",
         group=MAIN,
     )
     batch_size: int = setting(
@@ -129,7 +129,7 @@ class RunConfig:
     )
     ema: float | None = setting(
         None,
-        "Decay of a moving average of the weights, like 0.999; its weights are in the result. Default: off.",
+        "Decay of a moving average of the weights, like 0.999, which is saved beside them. Default: off.",
         IDENTITY,
         limits={">=": 0, "<": 1},
         group=OPTIMIZATION,
@@ -161,19 +161,19 @@ class RunConfig:
     )
     split: str = setting(
         "data",
-        "What devices share: data (each has the whole model and a part of the batch), network (a stage), layers (a "
-        "part of every layer); products, like data=2,network=2; or auto: data, or as many stages as the memory needs.",
+        "What devices divide: data (the batch), network (into pipeline stages), layers (each of them); combinations, "
+        "like data=2,network=2; or auto: data, or the fewest stages that fit into memory.",
         AGREED,
     )
     stages: str | None = setting(
         None,
-        "Layers that the stages of --split network begin with, but for the first: a,b. Default: stages of equal cost.",
+        "The first layer of each stage of --split network except the first stage: a,b. Default: stages of equal cost.",
         AGREED,
     )
     pipeline: str = setting("1f1b", "Order of the shards in the stages of a network.", AGREED, choices=ORDERS)
     num_slices: int | None = setting(
         None,
-        "Slices of a layer, whoever computes them: part of the run. Default: 8 with --split layers, else none.",
+        "Slices that a layer is computed in. Changing it changes the weights. Default: 8 with --split layers.",
         IDENTITY,
         limits={">=": 1, "<=": 1024},
         option="slices",
@@ -213,10 +213,10 @@ class RunConfig:
     workers: int | None = setting(
         None, "Processes that load a map-style dataset. Default: one a core, at most 4.", limits={">=": 0, "<=": 256}
     )
-    out: Path | None = setting(None, "Folder of the run. Default: a new one below runs/.", group=MAIN)  # noqa: RUF009
+    out: Path | None = setting(None, "Folder of the run. Default: a new one below runs/; in Python, none.", group=MAIN)  # noqa: RUF009
     checkpoint_every: int | None = setting(
         None,
-        "Steps between checkpoints; 0: no checkpoints. Default: one after each epoch.",
+        "Steps between checkpoints, besides those after each epoch; 0: none at all. Default: only those.",
         AGREED,
         limits={">=": 0},
         group=RECORDS,

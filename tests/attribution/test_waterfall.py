@@ -179,7 +179,7 @@ def test_an_explanation_survives_its_file():
 
 def test_the_waterfall_as_text_has_a_line_for_each_part():
     lines = explained(traced(EVEN)).lines()
-    assert lines[1].startswith("2 times faster than one")
+    assert lines[1].startswith("2 times as fast as one")
     assert [line.split("  ")[0] for line in lines[2:12]] == [*(f"+ {name}" for name in PARTS), "+ rest"]
     assert "13.00" in lines[12]
 

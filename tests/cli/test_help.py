@@ -81,7 +81,7 @@ def test_no_line_of_the_help_breaks_inside_a_word(lockstep, monkeypatch, width):
     monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", width)
     cells = re.findall(r"│(.*)│", lockstep("train", "--help").out)
     read = " ".join(cell[30:].strip() for cell in cells)
-    for word in ("package.file:function", "cross_entropy", "fashion-mnist-mini", "inprocess"):
+    for word in ("package.module:function", "cross_entropy", "fashion-mnist-mini", "inprocess"):
         assert word in " ".join(cells)
     assert "…" not in read
 

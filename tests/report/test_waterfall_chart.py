@@ -25,7 +25,7 @@ def test_every_part_begins_where_the_one_before_it_ends():
         end = start + width
     assert sum(measured) == pytest.approx(end, abs=0.2)
     assert found.said == ["It was short.", "Do this."]
-    assert "2 times faster than one" in found.chart
+    assert "2 times as fast as one" in found.chart
 
 
 def test_a_part_that_is_negative_goes_back():

@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+import safetensors.numpy
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -152,6 +153,19 @@ def test_the_average_of_a_whole_run_is_the_same_for_any_devices():
         return {name: array.tobytes() for name, array in result.ema.items()}
 
     assert set(same_for_all(run)) == set(net().state_dict())
+
+
+def test_the_average_of_a_run_is_saved_beside_its_weights_and_written_again_if_it_was_lost(tmp_path):
+    how = {"model": net(), "data": (X.numpy(), Y.numpy()), "batch_size": 32, "ema": 0.9, "quiet": True, "out": tmp_path}
+    result = lockstep.train(2, num_epochs=1, lr=0.1, **how)
+    file = tmp_path / "ema.safetensors"
+    saved = safetensors.numpy.load_file(file)
+    assert {n: a.tobytes() for n, a in saved.items()} == {n: a.tobytes() for n, a in result.ema.items()}
+    assert saved.keys() == safetensors.numpy.load_file(tmp_path / "weights.safetensors").keys()
+    content = file.read_bytes()
+    file.write_bytes(content[:-1])
+    lockstep.train(1, num_epochs=1, lr=0.1, resume=True, **how)
+    assert file.read_bytes() == content
 
 
 def test_sharpness_aware_minimization_with_the_functions_of_a_trainer():

@@ -93,7 +93,7 @@ class Explanation:
         lost = sorted(self.parts.items(), key=lambda item: -item[1])
         named = ", ".join(f"{name} {ms:.2f} ms" for name, ms in lost if ms >= 0.005 * self.step_ms) or "nothing"
         k = self.num_devices
-        ideal = "one device and nothing else" if k == 1 else f"{k} times faster than one device"
+        ideal = "one device and nothing else" if k == 1 else f"{k} times as fast as one device"
         said = [f"a step took {self.step_ms:.2f} ms; {ideal}: {self.perfect_ms:.2f} ms; lost to: {named}"]
         said += [self.straggler.sentence()] if self.straggler else []
         return "; ".join(said) + f". {self.advice}"

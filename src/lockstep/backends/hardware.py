@@ -39,12 +39,21 @@ def peak_of_process(reset: bool = False) -> int:
     return 1024 * kilobytes
 
 
+def cpu_vendor() -> str:
+    """Who made the processor, as it says itself: GenuineIntel, AuthenticAMD; nothing where that is not known."""
+    return _of_cpu("vendor_id")
+
+
 def _name() -> str:
+    return _of_cpu("model name") or platform.processor() or platform.machine()
+
+
+def _of_cpu(entry: str) -> str:
     try:
         with open("/proc/cpuinfo") as lines:
-            return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+            return next(line.partition(":")[2].strip() for line in lines if line.startswith(entry))
     except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+        return ""
 
 
 def pin_to_core(number: int, num_threads: int) -> None:

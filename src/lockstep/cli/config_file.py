@@ -80,7 +80,7 @@ def refuse_code(found: dict[str, Any], whose: str) -> None:
     identity = {each.name for each in settings_in(IDENTITY)}
     named = [(name, value) for name, value in found.items() if name in identity and isinstance(value, str)]
     if own := [(n, v) for n, v in named if is_entry_point(v) or v.endswith(GIVEN)]:
-        wanted = " ".join(f"--{n} {v if is_entry_point(v) else 'package.file:function'}" for n, v in own)
+        wanted = " ".join(f"--{n} {v if is_entry_point(v) else 'package.module:function'}" for n, v in own)
         what = " and ".join(f"{name} {value}" for name, value in own)
         raise ConfigError(
             f"{whose} has code of your own: {what}. Lockstep never imports code that only config.json "

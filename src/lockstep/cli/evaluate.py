@@ -7,7 +7,7 @@ import typer
 
 from lockstep.cli import options
 
-CODE = "package.file:function, if the run used one: give the same again."
+CODE = "package.module:function, if the run used one: give the same again."
 EntryPoint = Annotated[str | None, typer.Option(help=CODE, show_default=False)]
 
 

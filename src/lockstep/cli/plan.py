@@ -20,7 +20,7 @@ SETTINGS = [
 def plan(
     *,
     max_devices: Annotated[
-        int | None, typer.Option(help="Look at up to so many devices. Default: those at hand.", show_default=False)
+        int | None, typer.Option(help="Largest number of devices. Default: those at hand.", show_default=False)
     ] = None,
     shards: Annotated[
         str | None,

@@ -19,7 +19,7 @@ def train(
         typer.Option(
             "--config",
             help="A .toml file with settings by the names of these options, or the config.json of a run. What is given "
-            "on the command line counts more.",
+            "on the command line takes precedence.",
             show_default=False,
         ),
     ] = None,
@@ -105,5 +105,5 @@ def _number_of(devices: Any) -> int:
 
 
 def name_of(settings: dict[str, Any]) -> str:
-    """A name for a folder: of `package.file:function` and of a path only the last part."""
+    """A name for a folder: of `package.module:function` and of a path only the last part."""
     return "-".join(Path(name.rpartition(":")[2] or name).stem for name in (settings["model"], settings["data"]))

@@ -1,4 +1,4 @@
-"""Code of the user's own, named on the command line as an entry point, `package.file:function`."""
+"""Code of the user's own, named on the command line as an entry point, `package.module:function`."""
 
 import importlib
 import sys
@@ -10,7 +10,7 @@ from lockstep.core.errors import ConfigError, LockstepError
 from lockstep.core.registry import nearest
 from lockstep.core.source_lines import user_source_line
 
-OWN = "; or an entry point of your own: package.file:function"
+OWN = "; or an entry point of your own: package.module:function"
 GIVEN = " given in Python"  # how what `describe` says ends, where there is no entry point
 
 
@@ -25,7 +25,7 @@ def is_entry_point(name: str) -> bool:
 
 
 def load_entry_point(name: str, what: str) -> Any:
-    """The object at `package.file:function`. Files in the current folder are found too.
+    """The object at `package.module:function`. Files in the current folder are found too.
 
     >>> load_entry_point("math:sqrt", "model")(4.0)
     2.0

@@ -5,7 +5,7 @@ from lockstep.models.model import BuiltIn, CrossEntropySum, Forward, Model
 
 __all__ = ["MODELS", "BuiltIn", "CrossEntropySum", "Forward", "Model"]
 
-# `--model` takes package.file:function of your own too.
+# `--model` takes package.module:function of your own too.
 MODELS: dict[str, Model | BuiltIn] = {
     "lenet": LENET,
     "lenet-bn": BuiltIn("lockstep.models.lenet_bn:lenet_bn"),

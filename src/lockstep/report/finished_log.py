@@ -10,7 +10,7 @@ from lockstep.report.events import Event, Result, RunDone
 from lockstep.report.run_files import read_recorded
 from lockstep.report.runlog import RunLog
 
-MORE_BYTES = 1 << 20  # than the weights have; a larger file is another one
+MORE_BYTES = 1 << 20  # than it should have; a larger file is another one
 
 
 class FinishedLog:
@@ -28,10 +28,13 @@ class FinishedLog:
 
     def _has(self, result: Result) -> bool:
         """Whether result.json and the weights are there, and are those of `result`."""
-        folder, weights = self._log.folder, save({**result.params, **result.buffers})
+        folder = self._log.folder
+        files = {"weights.safetensors": save({**result.params, **result.buffers})}
+        if result.ema:
+            files["ema.safetensors"] = save(result.ema)
         try:
             recorded = read_recorded(folder).result
-            is_good = read_regular(folder / "weights.safetensors", len(weights) + MORE_BYTES) == weights
+            is_good = all(read_regular(folder / name, len(own) + MORE_BYTES) == own for name, own in files.items())
         except (ConfigError, OSError):
             return False
         known = ("weights_sha256", "buffers_sha256", "steps")

@@ -1,4 +1,4 @@
-"""A run's folder: config.json, metrics.jsonl, result.json, curve.png, weights.safetensors, checkpoints/.
+"""A run's folder: config.json, metrics.jsonl, result.json, curve.png, weights.safetensors, checkpoints/, ...
 
 A file appears under its name only when it is complete; metrics.jsonl alone grows, a line an event. A run that stopped
 early has no result.json, and the weights after its last finished epoch.
@@ -32,7 +32,7 @@ from lockstep.report.events import EpochDone, Event, Incident, RunDone, RunStart
 from lockstep.report.step_sampling import StepSampling
 
 MAX_JSON_BYTES = 1 << 20
-OWN_FILES = ("config.json", "metrics.jsonl", "result.json", "weights.safetensors", "checkpoints")
+OWN_FILES = ("config.json", "metrics.jsonl", "result.json", "weights.safetensors", "ema.safetensors", "checkpoints")
 LOCK_SECONDS = 10.0  # to wait for the processes of a run that was killed
 
 
@@ -110,6 +110,8 @@ class RunLog:
                     self._line("traced", {"sentence": event.sentence, "explanation": event.explanation})
                 case RunDone(result):
                     self._weights_and_curve({**result.params, **result.buffers}, result.history)
+                    if result.ema:
+                        write_whole(self.folder / "ema.safetensors", lambda path: path.write_bytes(save(result.ema)))
                     fields = result.summary()
                     self._text("result.json", to_json(fields, indent=2))
                     self._line("done", {name: value for name, value in fields.items() if name != "history"})

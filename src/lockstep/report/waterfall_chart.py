@@ -26,7 +26,7 @@ def waterfall_of(explanation: dict[str, Any]) -> Waterfall | None:
         return None
     number = explanation.get("num_devices")
     k = number if isinstance(number, int) else 1
-    rows = [("one device, nothing else" if k == 1 else f"{k} times faster than one", float(named["perfect_ms"] or 0))]
+    rows = [("one device, nothing else" if k == 1 else f"{k} times as fast as one", float(named["perfect_ms"] or 0))]
     rows += [(printable(str(name)), float(ms)) for name, ms in [*(parts or {}).items(), ("rest", named["rest_ms"])]]
     said = [*(notes if isinstance(notes, list) else []), explanation.get("advice", "")]
     step = float(named["step_ms"] or 0)

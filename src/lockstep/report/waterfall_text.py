@@ -8,7 +8,7 @@ BAR = 30  # characters of the longest bar
 def waterfall_lines(explanation: dict[str, Any], width: int | None = None) -> list[str]:
     """The lines of the table, none longer than `width`: the bars are shorter, or left out, where there is less room."""
     perfect, k = explanation["perfect_ms"], explanation["num_devices"]
-    rows = [("one device, nothing else" if k == 1 else f"{k} times faster than one", perfect, perfect)]
+    rows = [("one device, nothing else" if k == 1 else f"{k} times as fast as one", perfect, perfect)]
     so_far = perfect
     for name, ms in [*explanation["parts"].items(), ("rest", explanation["rest_ms"])]:
         so_far += ms

@@ -96,7 +96,7 @@ def _recorded_config(settings: dict[str, Any], folder: Path, changed: dict[str, 
     for name in ("model", "data", "loss"):
         value = "" if name in changed else str(recorded.get(name, ""))
         if is_entry_point(value) or value.endswith(GIVEN):
-            wanted = value if is_entry_point(value) else "package.file:function"
+            wanted = value if is_entry_point(value) else "package.module:function"
             what = f"The {name} of the run in {folder} is code of your own, {value}"
             raise ConfigError(
                 f"{what}. Lockstep never imports code that only config.json names: add --{name} {wanted}."

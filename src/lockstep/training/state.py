@@ -100,7 +100,7 @@ def made_with_by_all(engine: Engine) -> dict[str, str]:
     for rank, other in enumerate(others, start=1):
         if names := [name for name in {**first, **other} if first.get(name) != other.get(name)]:
             name = names[0]
-            hint = "Use devices of one model"
+            hint = "Use devices of one model, and the same software on all machines"
             if engine.devices[rank].kind == "cpu" and engine.backend.portable_variables:
                 hint = f"Use --portable, or set {engine.backend.portable_variables} for all of them"
             raise ConfigError(

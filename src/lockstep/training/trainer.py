@@ -9,7 +9,7 @@ from typing import Any, Self, cast
 
 from torch import nn
 
-from lockstep.backends.torch.session import use_tf32
+from lockstep.backends.torch.session import use_settings_of_modules
 from lockstep.config import RunConfig, settings_in
 from lockstep.core.errors import ConfigError, PeerFailure, RunError
 from lockstep.core.layout import Array, sha256_of
@@ -268,8 +268,7 @@ class Trainer:
         engine = self._engine
         engine.set_call(call)
         with engine.backend.session([engine.devices[rank] for rank in engine.local_ranks]):
-            if self._config.precision == "tf32":
-                use_tf32()
+            use_settings_of_modules(self._config.precision, engine.devices[0].kind)
             try:
                 yield
             except BaseException as problem:

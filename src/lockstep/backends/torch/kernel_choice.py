@@ -6,6 +6,9 @@ from functools import cache
 import torch
 
 from lockstep.backends.hardware import cpu
+from lockstep.backends.torch.kernels.hopper import can_replace
+from lockstep.backends.torch.kernels.nvrtc import can_compile_kernels
+from lockstep.backends.torch.matrix_products import multiplies_with_onednn
 from lockstep.core.device import Device
 from lockstep.core.errors import BackendError
 
@@ -48,9 +51,16 @@ def kernel_choice(device: Device) -> dict[str, str]:
         return {
             "GPU": f"{found.name} (compute capability {found.major}.{found.minor})",
             "cuDNN": str(torch.backends.cudnn.version()),
+            "source of Triton kernels": "Lockstep" if can_replace() else "none",
+            "source of CUDA kernels": "Lockstep and PyTorch" if can_compile_kernels() else "PyTorch",
         }
     settings = {
         library: " ".join(f"{name}={os.environ[name]}" for name in names if os.environ.get(name)) or "as it chooses"
         for library, names in READ_BY.items()
     }
-    return {"processor": cpu().name, "CPU capability": torch.backends.cpu.get_cpu_capability(), **settings}
+    return {
+        "processor": cpu().name,
+        "CPU capability": torch.backends.cpu.get_cpu_capability(),
+        "library for large matrix products": "oneDNN" if multiplies_with_onednn() else "PyTorch's",
+        **settings,
+    }

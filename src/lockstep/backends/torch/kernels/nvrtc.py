@@ -51,7 +51,7 @@ def can_compile_kernels() -> bool:
 
 def raise_if_out_of_memory(problem: Exception) -> None:
     """That passes, and says nothing about a kernel: other ranks would use it, with other bits."""
-    if "out of memory" in str(problem).lower():
+    if "out of memory" in str(problem).lower().replace("_", " "):  # NVRTC_ERROR_OUT_OF_MEMORY, too
         raise problem
 
 

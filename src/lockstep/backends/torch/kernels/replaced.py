@@ -4,7 +4,6 @@ Functions are replaced where all layers find them; operations in PyTorch's dispa
 Each takes what our kernels fit, by types, shapes and order in memory alone, and leaves the rest to PyTorch's own.
 """
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -18,6 +17,7 @@ from lockstep.backends.torch.kernels.column_sum import our_sum
 from lockstep.backends.torch.kernels.convolution import our_conv2d
 from lockstep.backends.torch.kernels.hopper import can_replace, on_its_gpu
 from lockstep.backends.torch.kernels.layer_norm import our_layer_norm
+from lockstep.backends.torch.replaced_operations import operations_replaced
 
 FUNCTIONS = (  # a name, where layers find it, and what makes ours of PyTorch's
     ("conv2d", (torch, F), our_conv2d),
@@ -44,10 +44,6 @@ def our_kernels() -> Iterator[None]:
             for module in modules:
                 undo.callback(setattr, module, name, original)
                 setattr(module, name, ours)
-        library = torch.library.Library("aten", "IMPL")
-        undo.callback(library._destroy)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that a kernel is replaced
-            for name, operation in OPERATIONS.items():
-                library.impl(name, on_its_gpu(operation), "CUDA")
+        guarded = {name: on_its_gpu(operation) for name, operation in OPERATIONS.items()}
+        undo.enter_context(operations_replaced(guarded, "CUDA"))
         yield
