@@ -10,8 +10,8 @@ torch = pytest.importorskip("torch")
 from torch import Tensor  # noqa: E402
 
 import lockstep  # noqa: E402
-from lockstep.backends.torch import matrix_products  # noqa: E402
-from lockstep.backends.torch.matrix_products import MatrixProducts  # noqa: E402
+from lockstep.backends.torch import cpu_kernels, matrix_products  # noqa: E402
+from lockstep.backends.torch.cpu_kernels import CpuKernels  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch has no oneDNN here")
 
@@ -30,17 +30,17 @@ PAIRS = list(product(LAYOUTS, LAYOUTS))
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
     """Those that oneDNN has computed; on every processor, as if it were the one that they are for."""
-    found, ours = [], matrix_products._product
+    found, ours = [], matrix_products.product
 
     def counted(*args: Tensor) -> Tensor:
         found.append(ours(*args))
         return found[-1]
 
-    monkeypatch.setattr(matrix_products, "multiplies_with_onednn", lambda: True)
-    monkeypatch.setattr(matrix_products, "_product", counted)
-    asked = MatrixProducts()
+    monkeypatch.setattr(cpu_kernels, "multiplies_with_onednn", lambda: True)
+    monkeypatch.setattr(matrix_products, "product", counted)
+    asked = CpuKernels()
     with asked.session():
-        asked.use_fast()
+        asked.use()
         yield found
 
 
@@ -98,16 +98,16 @@ def test_errors_are_those_of_pytorch(products: list[Tensor], shapes: tuple[tuple
 def test_afterwards_they_are_those_of_pytorch_again(monkeypatch: pytest.MonkeyPatch) -> None:
     X = torch.randn(300, 400)
     before = torch.mm(X, X.t())
-    monkeypatch.setattr(matrix_products, "multiplies_with_onednn", lambda: True)
-    monkeypatch.setattr(matrix_products, "_product", lambda left, right: torch.zeros(1))
-    asked = MatrixProducts()
+    monkeypatch.setattr(cpu_kernels, "multiplies_with_onednn", lambda: True)
+    monkeypatch.setattr(matrix_products, "product", lambda left, right: torch.zeros(1))
+    asked = CpuKernels()
     for _ in range(2):
         with asked.session():
             assert torch.equal(torch.mm(X, X.t()), before)  # nobody has asked for them
             for _rank in range(2):
-                asked.use_fast()
+                asked.use()
             assert torch.mm(X, X.t()).tolist() == [0]
-        asked.use_fast()  # too late
+        asked.use()  # too late
         assert torch.equal(torch.mm(X, X.t()), before)
 
 
@@ -125,9 +125,9 @@ def test_processors_of_others_and_portable_runs_keep_pytorchs(monkeypatch: pytes
 
 
 def test_runs_of_modules_take_them_and_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, ours = [], matrix_products._product
-    monkeypatch.setattr(matrix_products, "multiplies_with_onednn", lambda: True)
-    monkeypatch.setattr(matrix_products, "_product", lambda *args: found.append(args[0].shape) or ours(*args))
+    found, ours = [], matrix_products.product
+    monkeypatch.setattr(cpu_kernels, "multiplies_with_onednn", lambda: True)
+    monkeypatch.setattr(matrix_products, "product", lambda *args: found.append(args[0].shape) or ours(*args))
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(300, 400), torch.nn.ReLU(), torch.nn.Linear(400, 3))
     X, y = torch.randn(500, 300), torch.randint(3, (500,))

@@ -13,9 +13,9 @@ import torch
 
 from lockstep.backends.malloc import freed_memory_kept
 from lockstep.backends.process_settings import one_at_a_time
+from lockstep.backends.torch.cpu_kernels import CPU_KERNELS
 from lockstep.backends.torch.kernels.replaced import our_kernels
 from lockstep.backends.torch.large_vectors import large_vectors_kept
-from lockstep.backends.torch.matrix_products import MATRIX_PRODUCTS
 from lockstep.core.child_process import fork
 from lockstep.core.device import Device
 from lockstep.core.this_thread import THIS_THREAD
@@ -77,7 +77,7 @@ def deterministic_session(devices: list[Device]) -> Iterator[None]:
             enable(is_deterministic)
         if any(device.kind == "cuda" for device in devices):
             undo.enter_context(our_kernels())
-        undo.enter_context(MATRIX_PRODUCTS.session())
+        undo.enter_context(CPU_KERNELS.session())
         for operation in _with_precision():
             _set(undo, operation, "fp32_precision", "ieee")  # no TF32, no bfloat16 inside
         for number in {device.number for device in devices if device.kind == "cuda"}:
@@ -157,11 +157,11 @@ def cuda_survives_fork() -> bool:
 
 
 def use_settings_of_modules(precision: str, kind: str) -> None:
-    """Until the session ends: the precision of a run, and matrix products that are worth it for modules."""
+    """Until the session ends: the precision of a run, and faster functions of PyTorch on CPUs."""
     if precision == "tf32":
         use_tf32()
     if kind == "cpu":
-        MATRIX_PRODUCTS.use_fast()
+        CPU_KERNELS.use()
 
 
 def use_tf32() -> None:

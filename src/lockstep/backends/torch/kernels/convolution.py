@@ -41,8 +41,8 @@ def our_conv2d(original: Callable[..., Any]) -> Callable[..., Any]:
         if torch.compiler.is_compiling():
             return original(*args, **kwargs)
         call = Call(*args, **kwargs)
-        how = _pair(call.stride), _pair(call.padding)
-        if call.groups == 1 and _pair(call.dilation) == (1, 1) and fits(call.input, call.weight, call.bias, how):
+        how = pair(call.stride), pair(call.padding)
+        if call.groups == 1 and pair(call.dilation) == (1, 1) and fits(call.input, call.weight, call.bias, how):
             dtype = _computed_in(call.input)
             bias = None if call.bias is None else call.bias.to(dtype)
             found: Tensor = _Convolution.apply(call.input.to(dtype), call.weight.to(dtype), bias, how)
@@ -90,7 +90,7 @@ def _computed_in(tensor: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype("cuda") if is_cast else tensor.dtype
 
 
-def _pair(value: Any) -> Any:
+def pair(value: Any) -> Any:
     """Of lines and columns; a name stays a name."""
     if isinstance(value, (tuple, list)):
         return tuple(value) * (2 if len(value) == 1 else 1)

@@ -1,11 +1,10 @@
-"""During a run on a GPU, some of PyTorch's functions and operations are ours, so models need not change.
+"""During a run on a GPU, some of PyTorch's functions and operations are ours.
 
-Functions are replaced where all layers find them; operations in PyTorch's dispatcher, where compiled code does, too.
 Each takes what our kernels fit, by types, shapes and order in memory alone, and leaves the rest to PyTorch's own.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,12 +16,12 @@ from lockstep.backends.torch.kernels.column_sum import our_sum
 from lockstep.backends.torch.kernels.convolution import our_conv2d
 from lockstep.backends.torch.kernels.hopper import can_replace, on_its_gpu
 from lockstep.backends.torch.kernels.layer_norm import our_layer_norm
-from lockstep.backends.torch.replaced_operations import operations_replaced
+from lockstep.backends.torch.replacing import Replacement, functions_replaced, operations_replaced
 
-FUNCTIONS = (  # a name, where layers find it, and what makes ours of PyTorch's
-    ("conv2d", (torch, F), our_conv2d),
-    ("batch_norm", (torch,), our_batch_norm),
-    ("layer_norm", (torch,), our_layer_norm),
+FUNCTIONS = (
+    Replacement("conv2d", (torch, F), our_conv2d),
+    Replacement("batch_norm", (torch,), our_batch_norm),
+    Replacement("layer_norm", (torch,), our_layer_norm),
 )
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_flash_attention": our_attention,
@@ -37,13 +36,6 @@ def our_kernels() -> Iterator[None]:
     if not can_replace():
         yield
         return
-    with ExitStack() as undo:
-        for name, modules, made_of in FUNCTIONS:
-            original = getattr(torch, name)
-            ours = made_of(original)
-            for module in modules:
-                undo.callback(setattr, module, name, original)
-                setattr(module, name, ours)
-        guarded = {name: on_its_gpu(operation) for name, operation in OPERATIONS.items()}
-        undo.enter_context(operations_replaced(guarded, "CUDA"))
+    guarded = {name: on_its_gpu(operation) for name, operation in OPERATIONS.items()}
+    with functions_replaced(FUNCTIONS), operations_replaced(guarded, "CUDA"):
         yield
