@@ -315,8 +315,8 @@ class Forger:
     def read_message(self, draw: random.Random) -> None:
         """What ranks send to each other, and what one offers the others to continue from."""
         from lockstep.core.serialization import pack
-        from lockstep.runtime.cut_messages import unpacked_messages
         from lockstep.runtime.process_transport import check_same_call
+        from lockstep.runtime.stage_messages import unpacked_messages
         from lockstep.training.elastic import _of_this_run
 
         if draw.random() < 0.5:

@@ -79,3 +79,9 @@ def test_every_deliberate_break_still_fits_the_code_and_is_documented():
         assert not mutate.is_stale(one), f"{one.what}: {one.file} has changed, update tools/mutate.py"
         assert f"| {one.what} |" in page, f"{one.what}: not in docs/testing.md"
         assert one.old != one.new
+
+
+def test_every_test_that_the_page_about_tests_names_is_there():
+    named = re.findall(r"`([\w/]+\.py)`: `(test_\w+)`", (ROOT / "docs" / "testing.md").read_text())
+    assert named
+    assert [name for file, name in named if f"def {name}(" not in (ROOT / "tests" / file).read_text()] == []

@@ -412,8 +412,8 @@ BREAKS = [
         "exact counting",
         "batches that are accumulated are a mean of means",
         "replicas/trainer_replica.py",
-        "return HeldSum(self.total + other.total, self.divisor + other.divisor, self.used | other.used)",
-        "return HeldSum(self.total / self.divisor + other.total / other.divisor, 2.0, self.used | other.used)",
+        "return AccumulatedSum(self.total + other.total, self.divisor + other.divisor, self.used | other.used)",
+        "return AccumulatedSum(self.total / self.divisor + other.total / other.divisor, 2.0, self.used | other.used)",
         "tests/training/test_trainer.py",
     ),
     Break(
@@ -499,9 +499,9 @@ BREAKS = [
     Break(
         "same bits",
         "gradients between captured steps are computed with the bf16 weights of the last one",
-        "training/held_gradients.py",
-        "        return ModuleReplica.forward_backward(self.replica, shards, all_gather)\n",
-        "        return self.replica.forward_backward(shards, all_gather)\n",
+        "replicas/trainer_replica.py",
+        "        return ModuleReplica.forward_backward(self, shards, all_gather)\n",
+        "        return self.forward_backward(shards, all_gather)\n",
         "tests/runtime/test_cuda_graph.py -k between",
     ),
     Break(
@@ -714,7 +714,7 @@ BREAKS = [
         "backends/torch/strides.py",
         "torch.empty_strided(shape, strides, dtype",
         "torch.empty(shape, dtype",
-        "tests/runtime/test_cut_messages.py",
+        "tests/runtime/test_stage_messages.py",
     ),
     Break(
         "same time",

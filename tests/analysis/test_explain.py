@@ -175,6 +175,7 @@ def test_batch_norm_and_dropout_are_as_in_a_run_that_is_not_traced():
     plain = lockstep.train(quiet=True, epochs=2, batch_size=16, lr=0.1, **how)
     _, result = explained(**how)
     assert (result.weights_sha256, result.buffers_sha256) == (plain.weights_sha256, plain.buffers_sha256)
+    assert plain.ema
     assert all(np.array_equal(result.ema[name], plain.ema[name]) for name in plain.ema)
 
 

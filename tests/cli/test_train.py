@@ -16,29 +16,31 @@ from lockstep.core.layout import sha256_of
 
 @pytest.fixture(scope="module")
 def known():
-    """The hash that the first run on this data with this batch size gave; every later one must give it again."""
+    """The hash of a run on one device, for each data and batch size; every other run must give it again."""
     return {}
 
 
 # A choice from the grid of devices x exchanges x batch sizes; tests/runtime has all of it for single steps, and
 # benchmarks/matrix.py runs all of it on the small dataset.
-CASES = [("fashion-mnist-mini", k, "sharded", 256) for k in (1, 2, 8)]
+CASES = [("fashion-mnist-mini", k, "sharded", 256) for k in (2, 8)]
 CASES += [("fashion-mnist-mini", "cpu:0,cpu:1", "sharded", 256), ("fashion-mnist-mini", 5, "tree", 256)]
-CASES += [("tiny", k, "sharded", 256) for k in range(1, 9)]
+CASES += [("tiny", k, "sharded", 256) for k in range(2, 9)]
 CASES += [("tiny", k, exchange, 256) for exchange in ("gather", "tree") for k in (2, 5, 8)]
-CASES += [("tiny", 1, "sharded", 100), ("tiny", 3, "tree", 100), ("tiny", 8, "gather", 100)]
-CASES += [("tiny", 1, "sharded", 7), ("tiny", 3, "gather", 7), ("tiny", 8, "tree", 7)]
-CASES += [("few", 1, "sharded", 1), ("few", 2, "tree", 1), ("few", 8, "sharded", 1)]
+CASES += [("tiny", 3, "tree", 100), ("tiny", 8, "gather", 100)]
+CASES += [("tiny", 3, "gather", 7), ("tiny", 8, "tree", 7)]
+CASES += [("few", 2, "tree", 1), ("few", 8, "sharded", 1)]
 NUM_SAMPLES = {"fashion-mnist-mini": 2000, "tiny": 260, "few": 24}
 
 
 @pytest.mark.parametrize(("data", "devices", "exchange", "batch_size"), CASES)
 def test_the_hash_does_not_depend_on_devices_or_exchange(lockstep, request, known, data, devices, exchange, batch_size):
     path = data if data == "fashion-mnist-mini" else request.getfixturevalue(data)
-    how = ("--devices", devices, "--exchange", exchange, "--batch-size", batch_size, "--epochs", 2, "--json")
-    answer = lockstep("train", "--data", path, *how)
+    how = ("train", "--data", path, "--batch-size", batch_size, "--epochs", 2, "--json")
+    if (data, batch_size) not in known:
+        known[data, batch_size] = lockstep(*how, "--devices", 1).json["weights_sha256"]
+    answer = lockstep(*how, "--devices", devices, "--exchange", exchange)
     assert answer.status == 0, answer.err
-    assert answer.json["weights_sha256"] == known.setdefault((data, batch_size), answer.json["weights_sha256"])
+    assert answer.json["weights_sha256"] == known[data, batch_size]
     assert answer.json["steps"] == 2 * -(-NUM_SAMPLES[data] // batch_size)
 
 

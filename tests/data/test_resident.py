@@ -16,7 +16,7 @@ class TwoDevices:
     backend = load_backend("torch")
     devices, num_ranks, local_ranks = [Device("cpu:0"), Device("cpu:1")], 2, range(2)
 
-    def place(self, array):
+    def copy_to_devices(self, array):
         return [torch.from_numpy(array.copy()) for _ in self.devices]
 
 

@@ -28,7 +28,7 @@ def test_every_pass_has_all_images_in_the_order_of_a_run():
 def test_the_test_images_keep_their_order():
     _, test_iter = load_data_fashion_mnist(200, **MINI)
     first, second = ([y for _, y in test_iter] for _ in range(2))
-    assert all(map(np.array_equal, first, second))
+    assert all(np.array_equal(*both) for both in zip(first, second, strict=True))
     assert np.array_equal(np.concatenate(first), load_dataset("fashion-mnist-mini").y_test)
 
 

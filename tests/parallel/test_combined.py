@@ -17,10 +17,10 @@ from lockstep.schedules.instructions import (
     AllGather,
     Backward,
     Communicate,
+    Evaluate,
     Forward,
     ForwardBackward,
     GatherNorms,
-    Measure,
     Parameters,
     Receive,
     Send,
@@ -188,14 +188,14 @@ def test_samples_go_through_all_stages_to_be_evaluated_and_nobody_can_deadlock(g
     for rank in range(grid.num_ranks):
         at = grid.at(rank)
         own = split_over_ranks(num_batches, grid.data)[at.data]
-        assert [i for r, i in order if r == rank and isinstance(i, Measure)] == [Measure(n, at.network) for n in own]
-    last = [r for r, i in order if isinstance(i, Measure) and i.stage == grid.network - 1]
+        assert [i for r, i in order if r == rank and isinstance(i, Evaluate)] == [Evaluate(n, at.network) for n in own]
+    last = [r for r, i in order if isinstance(i, Evaluate) and i.stage == grid.network - 1]
     assert {rank for rank in last if grid.at(rank).layers == 0} <= set(schedule.ranks_with_losses())
 
 
 def test_there_and_back_can_be_evaluated():
     schedule = measurement.__wrapped__(Grid(network=2), (0, 1, 0), (range(5),))
-    assert sum(isinstance(i, Measure) for _, i in one_thread_order(schedule)) == 15
+    assert sum(isinstance(i, Evaluate) for _, i in one_thread_order(schedule)) == 15
     assert schedule.ranks_with_losses() == [0]
 
 

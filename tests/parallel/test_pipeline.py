@@ -10,8 +10,8 @@ from lockstep.schedules.instructions import (
     Add,
     Backward,
     Communicate,
+    Evaluate,
     Forward,
-    Measure,
     Partial,
     Receive,
     Send,
@@ -82,9 +82,9 @@ def test_evaluation_goes_forward_only():
         for instruction in (
             Communicate(shard, 0, (), (Receive(Activation(shard, 0), 0),), ACTIVATIONS),
             Wait(shard, 0, ACTIVATIONS),
-            Measure(shard, 1),
+            Evaluate(shard, 1),
         )
     ]
     first = pipeline_measure(range(2), TWO, 0)
-    assert [i for i in first if isinstance(i, Measure)] == [Measure(0, 0), Measure(1, 0)]
+    assert [i for i in first if isinstance(i, Evaluate)] == [Evaluate(0, 0), Evaluate(1, 0)]
     assert first[-1] == Wait(1, 0, ACTIVATIONS)

@@ -6,7 +6,7 @@ from itertools import combinations, pairwise, permutations
 
 import pytest
 
-from lockstep.partition.chain import Chain, Place, place_in_any_order, place_stages
+from lockstep.partition.chain import Chain, StageDevice, place_in_any_order, place_stages
 
 
 def brute_force(chain, places, in_flight):
@@ -36,7 +36,7 @@ def random_chain(draw, max_layers=12):
 def random_places(draw, chain, number):
     total = sum(chain.memory) + number * sum(chain.kept)
     return [
-        Place(draw.choice([0.5, 1.0, 2.0, 4.0]), draw.choice([math.inf, float(draw.randint(0, int(total) + 1))]))
+        StageDevice(draw.choice([0.5, 1.0, 2.0, 4.0]), draw.choice([math.inf, float(draw.randint(0, int(total) + 1))]))
         for _ in range(number)
     ]
 
@@ -85,11 +85,11 @@ def test_the_best_order_of_the_devices_is_found_too():
 
 
 def test_more_devices_than_layers_have_no_cut():
-    assert place_stages(Chain([1.0]), [Place(), Place()]) is None
-    assert place_in_any_order(Chain([1.0]), [Place(), Place()]) is None
+    assert place_stages(Chain([1.0]), [StageDevice(), StageDevice()]) is None
+    assert place_in_any_order(Chain([1.0]), [StageDevice(), StageDevice()]) is None
 
 
 @pytest.mark.parametrize("num_layers", [100, 300])
 def test_a_slow_device_gets_less(num_layers):
-    found = place_stages(Chain([1.0] * num_layers), [Place(speed=3), Place(speed=1)])
+    found = place_stages(Chain([1.0] * num_layers), [StageDevice(speed=3), StageDevice(speed=1)])
     assert found.starts == [3 * num_layers // 4]

@@ -6,7 +6,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from lockstep.report.events import EpochDone
-from lockstep.report.plots import Caption, Curves, Line, Target, Times, comparison_figure, curve_figure, draw_curve
+from lockstep.report.plots import Caption, Curves, Line, TargetBar, Times, comparison_figure, curve_figure, draw_curve
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -72,7 +72,7 @@ def test_nothing_is_clipped(tmp_path):
     """The text of every picture lies within it, also a long caption."""
     caption = Caption("a model " * 8, "settings " * 40)
     lines = [Line(f"k={k}, batch 256", [0.1, 0.2, 0.4], [0.5, 0.6, 0.7]) for k in range(1, 8)]
-    targets = [Target(f"k={k}, batch 256, lr 0.2", None if k == 2 else 1.5 * k) for k in range(1, 8)]
+    targets = [TargetBar(f"k={k}, batch 256, lr 0.2", None if k == 2 else 1.5 * k) for k in range(1, 8)]
     curves, times = Curves(lines, "learning rate", "test accuracy"), Times("time to training loss 0.1234", targets)
     comparison = comparison_figure(curves, times, caption)
     for figure in (curve_figure(history(0.5, 0.9), caption), curve_figure(history(1.0)), comparison):
@@ -87,7 +87,7 @@ def test_nothing_is_clipped(tmp_path):
 
 def test_a_comparison_has_a_line_for_each_setting_and_a_bar_until_it_is_good_enough():
     lines = [Line("k=1 and k=2, batch 16", [0.1, 0.4], [0.5, 0.6]), Line("batch 32", [0.1, 0.4], [0.4, 0.7])]
-    targets = [Target("batch 16", 3.0), Target("batch 32", None)]
+    targets = [TargetBar("batch 16", 3.0), TargetBar("batch 32", None)]
     curves = Curves(lines, "learning rate", "test accuracy")
     left, right = comparison_figure(curves, Times("time to 0.66", targets)).axes
     assert [text.get_text() for text in left.get_legend().get_texts()] == ["k=1 and k=2, batch 16", "batch 32"]

@@ -44,7 +44,7 @@ def test_ranks_on_one_gpu_have_streams_of_their_own_and_share_the_data():
     twice = [Device("cuda:0")] * 2
     with InProcess(TORCH, twice) as engine:
         streams = engine.each("look", lambda rank, device: torch.cuda.current_stream().cuda_stream)
-        placed = engine.place(np.arange(10))
+        placed = engine.copy_to_devices(np.arange(10))
         start = np.ones(4, np.float32)
         replicas = engine.each("replicate", lambda rank, device: TORCH.copy_to(TORCH.from_numpy(start, device), device))
     assert len(set(streams)) == 2

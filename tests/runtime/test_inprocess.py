@@ -45,7 +45,7 @@ def test_replicas_are_real_copies():
 
 def test_data_is_placed_once_for_all_logical_devices():
     with InProcess(TORCH, FOUR) as engine:
-        placed = engine.place(np.arange(100))
+        placed = engine.copy_to_devices(np.arange(100))
     assert len({tensor.data_ptr() for tensor in placed}) == 1
 
 

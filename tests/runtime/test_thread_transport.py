@@ -6,7 +6,7 @@ import torch
 from lockstep.backends import load_backend
 from lockstep.backends.torch import TorchBackend
 from lockstep.core.device import Device
-from lockstep.replicas.replica import Cut
+from lockstep.replicas.replica import StageTensors
 from lockstep.runtime.thread_transport import ThreadGroup
 from lockstep.runtime.transport import GroupKey, TransferGroup
 from lockstep.schedules.instructions import ACTIVATION_GRADIENTS, GRADIENTS, PARAMETERS
@@ -20,7 +20,7 @@ DEVICES = [Device("cpu:0"), Device("cpu:1")]
     [
         (GRADIENTS, torch.ones(3)),
         (PARAMETERS, torch.ones(3)),
-        (ACTIVATION_GRADIENTS, Cut([torch.ones(3), None, torch.ones(2)])),
+        (ACTIVATION_GRADIENTS, StageTensors([torch.ones(3), None, torch.ones(2)])),
     ],
     ids=["gradients", "parameters", "activation gradients"],
 )
@@ -33,5 +33,5 @@ def test_who_receives_a_tensor_records_that_its_stream_reads_it(monkeypatch, mem
     receiver = group.transport(1)
     receiver.start(TransferGroup(key, [], [(0, None)]))
     receiver.finish(key)
-    values = sent.values if isinstance(sent, Cut) else [sent]
+    values = sent.values if isinstance(sent, StageTensors) else [sent]
     assert [id(value) for value in recorded] == [id(value) for value in values]

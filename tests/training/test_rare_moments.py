@@ -36,7 +36,7 @@ def test_a_rank_that_loses_the_others_after_an_update_offers_the_weights_of_that
 def test_a_run_that_failed_before_it_started_can_be_resumed(lockstep, few, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
-    (folder / "metrics.jsonl").write_text('{"kind": "stopped", "reason": "no worker is left"}\n')
+    (folder / "metrics.jsonl").write_text('{"event": "stopped", "reason": "no worker is left"}\n')
     done = lockstep("train", "--data", few, "--batch-size", 8, "--epochs", 1, "--out", folder, "--resume")
     assert done.status == 0, done.err
     (folder / "config.json").unlink()  # now there is more in it than such a run leaves

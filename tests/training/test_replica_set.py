@@ -12,7 +12,7 @@ from lockstep.data.batch import Batch
 from lockstep.parallel.combined import StageShape
 from lockstep.partition.grid import Grid
 from lockstep.partition.placement import Placement
-from lockstep.replicas.replica import Measured, ReplicaState
+from lockstep.replicas.replica import Evaluated, ReplicaState
 from lockstep.training.drift import find_drift
 from lockstep.training.evaluate import EvalSpec, evaluate_batches
 from lockstep.training.replica_set import ReplicaSet
@@ -44,9 +44,9 @@ class Part:
     def is_finite(self):
         return all(np.isfinite(array).all() for array in self.weights.values())
 
-    def measure(self, X, y):
+    def evaluate(self, X, y):
         self.measured += list(X)
-        return Measured({"accuracy": [float((y == X % 2).sum()), len(X)], "loss": [float(X.sum()), len(X)]})
+        return Evaluated({"accuracy": [float((y == X % 2).sum()), len(X)], "loss": [float(X.sum()), len(X)]})
 
 
 class AllRanks(NamedTuple):

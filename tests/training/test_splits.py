@@ -265,6 +265,7 @@ def test_callbacks_see_the_whole_model(cases):
 
 def test_a_moving_average_of_the_weights(cases):
     expected = trained(cases["sequential"], devices=1, ema=0.5, epochs=1).ema
+    assert expected
     for split in ({"split": "network=2"}, {"devices": 2, "update": "sharded"}):
         found = trained(cases["sequential"], ema=0.5, epochs=1, **split).ema
         assert list(found) == list(expected)
@@ -312,6 +313,7 @@ def test_a_slice_has_a_name_by_which_it_can_be_put_into_a_group(cases, split):
 
     case = {setting: value for setting, value in cases["skip"].items() if setting not in ("momentum", "lr")}
     trained(case | {"optimizer": optimizer, "epochs": 1}, slices=4, **split)
+    assert seen
     assert all(num_biases == num_weights == num / 2 for num_biases, num_weights, num in seen)
 
 

@@ -8,7 +8,7 @@ from lockstep.analysis.profile import Profile
 from lockstep.analysis.step_costs import Configuration, Hardware, PlannedStep, pipeline_of
 from lockstep.config import RunConfig
 from lockstep.partition.buckets import BUCKET_MB
-from lockstep.partition.chain import Place
+from lockstep.partition.chain import StageDevice
 from lockstep.partition.grid import Grid
 
 ALL_NUMBERS = 8  # of devices: up to here each is looked at, then powers of two, and the largest
@@ -97,8 +97,8 @@ def bandwidth_of(hardware: Hardware) -> float:
     return math.inf if hardware.link is None else hardware.link.bandwidth
 
 
-def place_of(hardware: Hardware, grid: Grid, place: int) -> Place:
+def place_of(hardware: Hardware, grid: Grid, place: int) -> StageDevice:
     """The slowest device that has a stage, with the memory of the smallest."""
     ranks = [rank for rank in range(grid.num_ranks) if grid.at(rank).network == place]
     speed = min(hardware.speed(rank) for rank in ranks)
-    return Place(speed, min(hardware.memory(rank, grid.num_ranks) for rank in ranks))
+    return StageDevice(speed, min(hardware.memory(rank, grid.num_ranks) for rank in ranks))

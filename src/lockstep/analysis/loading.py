@@ -59,7 +59,7 @@ class HostMemory:
         self.backend, self.devices = backend, [Device("cpu:0")]
         self.num_ranks, self.local_ranks = 1, range(1)
 
-    def place(self, array: Array) -> list[Tensor]:
+    def copy_to_devices(self, array: Array) -> list[Tensor]:
         """The array, to read from."""
         return [self.backend.from_numpy(array, self.devices[0])]
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lockstep.analysis.profile import Profile
-from lockstep.partition.chain import Chain, Cuts, Place, place_in_any_order, place_stages
+from lockstep.partition.chain import Chain, Cuts, StageDevice, place_in_any_order, place_stages
 from lockstep.schedules.pipeline_orders import max_in_flight
 
 
@@ -44,7 +44,7 @@ def chain_of(profile: Profile, pipeline: Pipeline, bandwidth: float = math.inf) 
 
 def best_cut(
     profile: Profile,
-    places: Sequence[Place],
+    places: Sequence[StageDevice],
     pipeline: Pipeline,
     bandwidth: float = math.inf,
     *,
@@ -59,6 +59,6 @@ def best_cut(
 
 def best_starts(profile: Profile, num_stages: int, num_samples: float) -> tuple[str, ...]:
     """The names of the layers that all stages but the first begin with, on equal devices."""
-    found = best_cut(profile, [Place()] * num_stages, Pipeline(num_samples))
+    found = best_cut(profile, [StageDevice()] * num_stages, Pipeline(num_samples))
     assert found is not None, "there are as many layers as stages, and no limit to the memory"
     return tuple(profile.layers[start].name for start in found.starts)

@@ -163,7 +163,7 @@ def plan_of(config: RunConfig, profile: Profile, hardware: Hardware, asked: Plan
     if not rows:
         raise ConfigError(f"There is no configuration for these settings: {config.split} cannot be planned.")
     own = [row.configuration for row in rows if row.is_same_run and config.stages is None]
-    best, notes = recommended(rows, config, fastest_order(profile, own, hardware))
+    best, notes = recommended(rows, fastest_order(profile, own, hardware))
     what = f"{config.model}, batch {config.batch_size}, measured on {profile.device}"
     if profile.engine == "processes":
         what += ", engine processes"
@@ -176,9 +176,7 @@ def plan_of(config: RunConfig, profile: Profile, hardware: Hardware, asked: Plan
     return Plan(tuple(rows), best, tuple(notes), what, profile)
 
 
-def recommended(
-    rows: Sequence[PlanRow], config: RunConfig, other_order: OtherOrder | None = None
-) -> tuple[PlanRow, list[str]]:
+def recommended(rows: Sequence[PlanRow], other_order: OtherOrder | None = None) -> tuple[PlanRow, list[str]]:
     """The fastest row with the weights of the run as it is; fewer devices where more bring nothing. And why."""
     fit = [row for row in rows if row.fits]
     if not fit:

@@ -17,7 +17,7 @@ from lockstep.data.batch import Batch, BatchSource
 from lockstep.parallel.combined import combined
 from lockstep.parallel.data import DataParallel, data_parallel
 from lockstep.partition.ranks import split_over_ranks
-from lockstep.replicas.replica import Cut, Replica
+from lockstep.replicas.replica import Replica, StageTensors
 from lockstep.runtime.engine import Engine, Position, Rank, StepInput
 from lockstep.runtime.interpreter import Interpreter
 from lockstep.runtime.thread_transport import ThreadGroup
@@ -99,7 +99,7 @@ class CountingTransport:
 
 def bytes_of(value: Any) -> int:
     """The size of a tensor, or of what crosses a cut."""
-    return sum(map(bytes_of, value.values)) if isinstance(value, Cut) else int(getattr(value, "nbytes", 0))
+    return sum(map(bytes_of, value.values)) if isinstance(value, StageTensors) else int(getattr(value, "nbytes", 0))
 
 
 class Probe:

@@ -23,7 +23,7 @@ from lockstep.config import DEFAULT_SLICES, RunConfig
 from lockstep.core.errors import ConfigError
 from lockstep.data.batch import BatchSource
 from lockstep.partition.buckets import BUCKET_MB
-from lockstep.replicas.replica import Cut
+from lockstep.replicas.replica import StageTensors
 from lockstep.runtime.engine import RankResult
 from lockstep.runtime.transport import GroupKey, TransferGroup
 from lockstep.schedules.clock import Link
@@ -165,7 +165,7 @@ def _exchange(member: Member, channel: str, num_entries: int) -> float:
     for number in range(TIMES) if engine.rank < 2 else ():
         key, other, began = GroupKey(channel, number, 0), 1 - engine.rank, time.perf_counter()
         is_cut = channel == ACTIVATIONS
-        sent, received = (Cut([vector]), None) if is_cut else (vector, memory)
+        sent, received = (StageTensors([vector]), None) if is_cut else (vector, memory)
         transport.start(TransferGroup(key, [(other, sent)], [(other, received)]))
         transport.finish(key)
         engine.backend.synchronize(engine.device)

@@ -1,4 +1,4 @@
-"""What Lockstep needs from a framework: a backend is one file with a subclass of `Backend` and one of `Ops`.
+"""What Lockstep needs from a framework: a backend is one module with a subclass of `Backend` and one of `Ops`.
 
 Abstract methods are what every framework has to implement. The others have a default that is right for a framework
 without the feature: no GPUs, no compiler, no CUDA graphs, immutable tensors. A backend overrides only what differs.

@@ -8,7 +8,7 @@ from typing import Any
 
 from lockstep.core.errors import ConfigError, LockstepError
 from lockstep.core.registry import nearest
-from lockstep.core.source_lines import user_source_line
+from lockstep.core.source_lines import at, user_source_line
 
 OWN = "; or an entry point of your own: package.module:function"
 GIVEN = " given in Python"  # how what `describe` says ends, where there is no entry point
@@ -64,9 +64,8 @@ def call_user_function(function: Callable[..., Any], what: str, *arguments: Any)
     except LockstepError:
         raise
     except Exception as problem:
-        where = user_source_line(problem)
-        at = f" (at {where})" if where else ""
-        raise ConfigError(f"The function for the {what} failed: {type(problem).__name__}: {problem}{at}") from problem
+        why = f"{type(problem).__name__}: {problem}{at(user_source_line(problem))}"
+        raise ConfigError(f"The function for the {what} failed: {why}") from problem
 
 
 def describe(value: Any) -> str:

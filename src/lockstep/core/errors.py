@@ -16,6 +16,8 @@ LockstepError
 
 from typing import Any
 
+from lockstep.core.source_lines import at
+
 
 class LockstepError(Exception):
     """The base of all of them. The message is for the user."""
@@ -55,8 +57,7 @@ class RankError(RunError):
 
     def __init__(self, rank: int, device: str, phase: str, cause: BaseException, where: str = "") -> None:
         self.rank, self.device, self.phase = rank, device, phase
-        at = f" (at {where})" if where else ""
-        super().__init__(f"rank {rank} ({device}), during {phase}: {type(cause).__name__}: {cause}{at}")
+        super().__init__(f"rank {rank} ({device}), during {phase}: {type(cause).__name__}: {cause}{at(where)}")
         self.__cause__ = cause
 
 
@@ -65,11 +66,10 @@ class OutOfMemory(RunError):
 
     def __init__(self, rank: int, device: str, num_samples: int, advice: str, original: str, where: str = "") -> None:
         self.rank, self.device = rank, device
-        at = f" (at {where})" if where else ""
         super().__init__(
             f"rank {rank} ({device}), during forward and backward: a shard of {num_samples} "
             f"sample{'s' * (num_samples > 1)} does not fit into memory. {advice}. "
-            f"The framework reported: {original.splitlines()[0] if original else 'nothing'}{at}"
+            f"The framework reported: {original.splitlines()[0] if original else 'nothing'}{at(where)}"
         )
 
 

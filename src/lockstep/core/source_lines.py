@@ -9,6 +9,15 @@ PACKAGE = str(Path(__file__).parents[1])
 NOT_THE_USERS = (sysconfig.get_path("stdlib"), PACKAGE, "<")
 
 
+def at(source_line: str) -> str:
+    """A line as the end of a sentence; nothing where it is not known.
+
+    >>> f"It failed{at('net.py:7')}"
+    'It failed (at net.py:7)'
+    """
+    return f" (at {source_line})" if source_line else ""
+
+
 def user_source_line(error: BaseException) -> str:
     """`file:line` of the innermost frame of a traceback that is the user's own code, or nothing."""
     where = ""

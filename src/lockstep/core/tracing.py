@@ -31,7 +31,6 @@ class SpanName(StrEnum):
     UPDATE = "update"
     WAIT = "wait"
     # what the host does: the loop of the process that the rank is in
-    EPOCH = "epoch"  # its steps, from the first batch to the last update
     LOADING = "loading"  # waits for the next batch
     STEP = "step"
     CAPTURE = "capture"  # a step in which a CUDA graph was captured

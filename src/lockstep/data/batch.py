@@ -60,7 +60,7 @@ class DeviceMemory(Protocol):
     num_ranks: int
     local_ranks: range  # those of this process
 
-    def place(self, array: Array) -> list[Tensor]:
+    def copy_to_devices(self, array: Array) -> list[Tensor]:
         """The array on the device of each local rank, to read from; ranks on the same device share it."""
 
 

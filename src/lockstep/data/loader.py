@@ -21,7 +21,7 @@ from lockstep.core.child_process import die_with
 from lockstep.core.errors import DataError, RunError
 from lockstep.core.layout import Array
 from lockstep.core.random import AUGMENTATION, COLLATE
-from lockstep.core.source_lines import user_source_line
+from lockstep.core.source_lines import at, user_source_line
 from lockstep.data.batch import Batch, DeviceMemory, Split, StaticBatch
 from lockstep.data.dataset import FORMS, leaves_of, map_leaves, pair_of
 from lockstep.data.seeded import seeded
@@ -202,8 +202,8 @@ class Loader:
 
     def _checked(self, shard: Any) -> Any:
         if isinstance(shard, LoadFailure):
-            at = f" (at {shard.source_line})" if shard.source_line else ""
-            raise RunError(f"Sample {shard.sample} of the {self._what} data cannot be loaded: {shard.reason}{at}")
+            why = f"{shard.reason}{at(shard.source_line)}"
+            raise RunError(f"Sample {shard.sample} of the {self._what} data cannot be loaded: {why}")
         return shard
 
     def close(self) -> None:

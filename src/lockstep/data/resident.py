@@ -27,7 +27,7 @@ class ResidentData:
         if memory.devices[0].kind == "cuda":  # one kernel less for every shard
             X = map_leaves(X, as_floats)
         self._static: dict[tuple[int, int], StaticSamples] = {}  # number of the local rank, size of the batch ->
-        placed = {id(array): memory.place(array) for array in leaves_of((X, y))}
+        placed = {id(array): memory.copy_to_devices(array) for array in leaves_of((X, y))}
         self._sample_bytes = {
             id(tensor): bytes_of_sample(array) for array in leaves_of((X, y)) for tensor in placed[id(array)]
         }
@@ -38,7 +38,7 @@ class ResidentData:
         self._of_rank = [of_rank(number) for number in range(len(memory.local_ranks))]
 
     def batches(self, order: Array, batch_size: int, split: Split, epoch: int = 0) -> Iterator[Batch]:
-        orders = self._memory.place(order)
+        orders = self._memory.copy_to_devices(order)
         for first in range(0, len(order), batch_size):
             size = min(batch_size, len(order) - first)
             yield Batch(size, partial(self._fetch, orders, first), partial(self._static_batch, orders, first, size))

@@ -16,14 +16,14 @@ class Residual(nn.Module):
         self.norm1 = nn.BatchNorm2d(channels)
         self.conv2 = nn.Conv2d(channels, channels, kernel_size=3, padding=1)
         self.norm2 = nn.BatchNorm2d(channels)
-        self.around = None
+        self.shortcut = None
         if stride != 1 or in_channels != channels:
-            self.around = nn.Conv2d(in_channels, channels, kernel_size=1, stride=stride)
+            self.shortcut = nn.Conv2d(in_channels, channels, kernel_size=1, stride=stride)
 
     def forward(self, X: Tensor) -> Tensor:
         Y = F.relu(self.norm1(self.conv1(X)))
         Y = self.norm2(self.conv2(Y))
-        return F.relu(Y + (X if self.around is None else self.around(X)))
+        return F.relu(Y + (X if self.shortcut is None else self.shortcut(X)))
 
 
 class ResNet18(nn.Module):

@@ -18,15 +18,15 @@ class Bottleneck(nn.Module):
         self.conv2 = nn.Conv2d(width, width, 3, stride=stride, padding=1, bias=False)
         self.norm2 = nn.BatchNorm2d(width)
         self.conv3, self.norm3 = nn.Conv2d(width, 4 * width, 1, bias=False), nn.BatchNorm2d(4 * width)
-        self.around = None
+        self.shortcut = None
         if stride != 1 or in_channels != 4 * width:
             convolution = nn.Conv2d(in_channels, 4 * width, 1, stride=stride, bias=False)
-            self.around = nn.Sequential(convolution, nn.BatchNorm2d(4 * width))
+            self.shortcut = nn.Sequential(convolution, nn.BatchNorm2d(4 * width))
 
     def forward(self, X: Tensor) -> Tensor:
         Y = F.relu(self.norm1(self.conv1(X)))
         Y = F.relu(self.norm2(self.conv2(Y)))
-        return F.relu(self.norm3(self.conv3(Y)) + (X if self.around is None else self.around(X)))
+        return F.relu(self.norm3(self.conv3(Y)) + (X if self.shortcut is None else self.shortcut(X)))
 
 
 class ResNet50(nn.Module):

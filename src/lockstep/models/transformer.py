@@ -15,14 +15,14 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attend = nn.MultiheadAttention(width, num_heads, dropout=dropout, batch_first=True)
-        self.think = nn.Sequential(
+        self.feed_forward = nn.Sequential(
             nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout)
         )
 
     def forward(self, X: Tensor, mask: Tensor) -> Tensor:
         Y = self.norm1(X)
         X = X + self.attend(Y, Y, Y, attn_mask=mask, need_weights=False)[0]
-        return X + self.think(self.norm2(X))
+        return X + self.feed_forward(self.norm2(X))
 
 
 class Transformer(nn.Module):
@@ -44,7 +44,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(num_tokens, width)
         nn.init.normal_(self.tokens.weight, std=0.02)  # also the output layer: scores start near zero
-        self.places = nn.Parameter(0.02 * torch.randn(length, width))
+        self.positions = nn.Parameter(0.02 * torch.randn(length, width))
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(Block(width, num_heads, dropout) for _ in range(num_blocks))
         self.norm = nn.LayerNorm(width)
@@ -53,7 +53,7 @@ class Transformer(nn.Module):
     def forward(self, X: Tensor) -> Tensor:
         """(samples, positions) -> (samples, tokens, positions), as `cross_entropy` takes it."""
         length = X.shape[1]
-        Y = self.dropout(self.tokens(X) + self.places[:length])
+        Y = self.dropout(self.tokens(X) + self.positions[:length])
         for block in self.blocks:
             Y = block(Y, self.mask[:length, :length])
         return F.linear(self.norm(Y), self.tokens.weight).transpose(1, 2)  # tied to the embedding

@@ -12,9 +12,9 @@ from lockstep.parallel.sharded_update import all_gather_parameters, reduce_scatt
 from lockstep.partition.grid import Grid
 from lockstep.schedules.instructions import (
     AllGather,
+    Evaluate,
     GatherNorms,
     Instruction,
-    Measure,
     Partial,
     RankProgram,
     Schedule,
@@ -104,7 +104,7 @@ def measurement(grid: Grid, stages: tuple[int, ...], shares: tuple[range, ...]) 
     for rank in range(grid.num_ranks):
         at = grid.at(rank)
         own = shares[at.data]
-        found: list[Instruction] = [Measure(number, 0) for number in own]
+        found: list[Instruction] = [Evaluate(number, 0) for number in own]
         if grid.network > 1:
             found = pipeline_measure(own, pipeline_of(grid, rank, stages), at.network)
         programs.append(RankProgram(tuple(found), (), (), range(0)))

@@ -19,9 +19,9 @@ from lockstep.schedules.instructions import (
     ActivationGradient,
     Backward,
     Communicate,
+    Evaluate,
     Forward,
     Instruction,
-    Measure,
     Receive,
     Send,
     Wait,
@@ -87,7 +87,7 @@ def pipeline_measure(own: range, pipeline: Pipeline, place: int) -> list[Instruc
             found += _arrival(pipeline, stage, shard)
             if stage in sent:
                 found.append(sent.pop(stage))
-            found += [Measure(shard, stage), *_departure(pipeline, stage, shard)]
+            found += [Evaluate(shard, stage), *_departure(pipeline, stage, shard)]
             if not pipeline.is_last(stage):
                 sent[stage] = Wait(shard, stage, ACTIVATIONS)
     return [*found, *sent.values()]

@@ -6,7 +6,7 @@ tree over slice numbers, as the gradients of shards are: a rank adds up what it 
 What cannot be sliced is computed by every rank.
 
 Ranks that share layers take the same shards through the model at the same time: the schedule is that of the other
-splits, and every `ForwardBackward`, `Forward`, `Backward` and `Measure` is a collective of theirs.
+splits, and every `ForwardBackward`, `Forward`, `Backward` and `Evaluate` is a collective of theirs.
 """
 
 import re

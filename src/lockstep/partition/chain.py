@@ -31,7 +31,7 @@ class NamedChain(NamedTuple):
 NO_CHAIN = NamedChain([], Chain([]))
 
 
-class Place(NamedTuple):
+class StageDevice(NamedTuple):
     """A device that can have a stage."""
 
     speed: float = 1.0
@@ -57,12 +57,12 @@ class _Stages:
         )
         self._crossing = [0.0, *(chain.crossing or none[1:]), 0.0]
 
-    def cost(self, start: int, stop: int, place: Place) -> float:
+    def cost(self, start: int, stop: int, place: StageDevice) -> float:
         """The time of a stage, with what its cuts cost."""
         passes = (self._costs[stop] - self._costs[start]) / place.speed
         return passes + self._crossing[start] + self._crossing[stop]
 
-    def fits(self, start: int, stop: int, place: Place, in_flight: int) -> bool:
+    def fits(self, start: int, stop: int, place: StageDevice, in_flight: int) -> bool:
         """Whether a device has the memory for a stage."""
         if place.memory == math.inf:
             return True
@@ -70,13 +70,13 @@ class _Stages:
         return self._memory[stop] - self._memory[start] + in_flight * kept <= place.memory
 
 
-def place_stages(chain: Chain, places: Sequence[Place], in_flight: Sequence[int] = ()) -> Cuts | None:
+def place_stages(chain: Chain, places: Sequence[StageDevice], in_flight: Sequence[int] = ()) -> Cuts | None:
     """The best cut for devices in this order, one stage each; None where no cut fits into their memory.
 
     `in_flight[p]` is the number of shards that the stage at place p has under way. Among equals, the first cuts come as
     early as they can.
 
-    >>> place_stages(Chain([4, 1, 1, 2]), [Place(), Place(speed=3)])
+    >>> place_stages(Chain([4, 1, 1, 2]), [StageDevice(), StageDevice(speed=3)])
     Cuts(starts=[1], order=[0, 1], cost=4.0)
     """
     stages, num_layers, num_places = _Stages(chain), len(chain.costs), len(places)
@@ -104,10 +104,10 @@ def place_stages(chain: Chain, places: Sequence[Place], in_flight: Sequence[int]
     return Cuts(starts[:-1], list(range(num_places)), best[0][0])
 
 
-def place_in_any_order(chain: Chain, places: Sequence[Place], in_flight: Sequence[int] = ()) -> Cuts | None:
+def place_in_any_order(chain: Chain, places: Sequence[StageDevice], in_flight: Sequence[int] = ()) -> Cuts | None:
     """The best cut over all orders of the devices, too. Devices that are alike count once.
 
-    >>> place_in_any_order(Chain([4, 1, 1, 2]), [Place(), Place(speed=3)]).order
+    >>> place_in_any_order(Chain([4, 1, 1, 2]), [StageDevice(), StageDevice(speed=3)]).order
     [1, 0]
     """
     stages, num_layers, num_places = _Stages(chain), len(chain.costs), len(places)

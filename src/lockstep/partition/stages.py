@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from lockstep.core.errors import ConfigError
-from lockstep.partition.chain import Chain, Place, place_stages
+from lockstep.partition.chain import Chain, StageDevice, place_stages
 
 MEMORY_WEIGHT = 0.9  # a share of the memory counts as this share of the time
 MIN_GAIN = 0.9  # there and back has to be this much better: it communicates twice as much, and waits more
@@ -101,6 +101,6 @@ def balanced_stages(costs: Sequence[float], crossing: Sequence[float], num_stage
             f"stages: a stage would be empty. Use at most {num_layers} stages, or split the batch instead "
             f"(--split data)."
         )
-    found = place_stages(Chain(costs, crossing), [Place()] * num_stages)
+    found = place_stages(Chain(costs, crossing), [StageDevice()] * num_stages)
     assert found is not None, "there is no limit to the memory"
     return found.starts

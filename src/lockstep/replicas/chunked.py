@@ -10,12 +10,12 @@ from lockstep.core.layout import Array
 from lockstep.replicas.replica import (
     AllGatherTensors,
     BatchSummary,
-    Cut,
+    Evaluated,
     Leaf,
-    Measured,
     PartReplica,
     ReplicaState,
     Shard,
+    StageTensors,
 )
 
 
@@ -49,7 +49,9 @@ class ChunkedReplica:
         for replica in self._stages.values():
             replica.begin_step(step)
 
-    def forward(self, shard: Shard, stage: int, cut: Cut | None, all_gather: AllGatherTensors) -> Cut | None:
+    def forward(
+        self, shard: Shard, stage: int, cut: StageTensors | None, all_gather: AllGatherTensors
+    ) -> StageTensors | None:
         return self._stages[stage].forward(shard, stage, cut, all_gather)
 
     def backward(self, number: int, stage: int, gradients: list[Any] | None) -> tuple[Leaf, list[Any]]:
@@ -58,8 +60,10 @@ class ChunkedReplica:
         buffers = None if leaf.buffers is None else {f"{stage}/{name}": b for name, b in leaf.buffers.items()}
         return leaf._replace(used=used, buffers=buffers), found
 
-    def measure_stage(self, shard: Shard, stage: int, cut: Cut | None, all_gather: AllGatherTensors) -> Cut | Measured:
-        return self._stages[stage].measure_stage(shard, stage, cut, all_gather)
+    def evaluate_stage(
+        self, shard: Shard, stage: int, cut: StageTensors | None, all_gather: AllGatherTensors
+    ) -> StageTensors | Evaluated:
+        return self._stages[stage].evaluate_stage(shard, stage, cut, all_gather)
 
     def update(self, step: int, total: Tensor | None, batch: BatchSummary) -> None:
         for stage, replica in self._stages.items():

@@ -20,8 +20,8 @@ from lockstep.replicas.replica import (
     AllGatherTensors,
     BatchSummary,
     Capturable,
+    Evaluated,
     Leaf,
-    Measured,
     ReplicaState,
     Shard,
 )
@@ -142,12 +142,12 @@ class FlatReplica(Capturable):
     def warm_up_update(self, step: int, total: Tensor, batch: BatchSummary) -> None:
         self._updated(step, total, batch)
 
-    def measure(self, X: Any, y: Any) -> Measured:
-        return self._measured(self._scores(X, self._spec.backend.unflatten(self._layout, self.flat)), y)
+    def evaluate(self, X: Any, y: Any) -> Evaluated:
+        return self._evaluated(self._scores(X, self._spec.backend.unflatten(self._layout, self.flat)), y)
 
-    def _measured(self, scores: Tensor, y: Any) -> Measured:
+    def _evaluated(self, scores: Tensor, y: Any) -> Evaluated:
         num_correct = float(self._spec.backend.ops.num_correct(scores, y))
-        return Measured({"accuracy": [num_correct, float(len(y))]})
+        return Evaluated({"accuracy": [num_correct, float(len(y))]})
 
     def arrays(self) -> dict[str, Array]:
         flat = self._spec.backend.to_numpy(self.flat).copy()  # to_numpy may be a view

@@ -16,7 +16,7 @@ from lockstep.parallel.tensor import layer_shares, slice_name
 from lockstep.partition.batch import even_ranges
 from lockstep.partition.placement import Part
 from lockstep.replicas.flat import FlatReplica, FlatTrainSpec
-from lockstep.replicas.replica import AllGatherTensors, Cut, Leaf, Measured, ReplicaState, Shard
+from lockstep.replicas.replica import AllGatherTensors, Evaluated, Leaf, ReplicaState, Shard, StageTensors
 from lockstep.schedules.reduction_tree import Node, sum_of
 
 Pull = Callable[[Tensor], tuple[Tensor | None, list[Tensor]]]
@@ -96,7 +96,9 @@ class LayeredReplica(FlatReplica):
             leaves.append(self.backward(shard.number, 0, None)[0])
         return leaves
 
-    def forward(self, shard: Shard, stage: int, cut: Cut | None, all_gather: AllGatherTensors) -> Cut | None:
+    def forward(
+        self, shard: Shard, stage: int, cut: StageTensors | None, all_gather: AllGatherTensors
+    ) -> StageTensors | None:
         X, calls = shard.X if cut is None else cut.values[0], list[Call]()
         params = self._named_params()
         for number, slices in enumerate(self._slices):
@@ -104,7 +106,7 @@ class LayeredReplica(FlatReplica):
             calls.append(Call(slices, pulls))
         if not self._is_last:
             self._pending[shard.number] = PendingBackward(calls, None, None, all_gather)
-            return Cut([X])
+            return StageTensors([X])
         backend = self._spec.backend
         loss, pull = backend.vjp(cross_entropy, [], X, True, shard.y)
         self._pending[shard.number] = PendingBackward(calls, loss, pull(loss * 0 + 1)[0], all_gather)
@@ -169,16 +171,18 @@ class LayeredReplica(FlatReplica):
         """Whether anything comes before a layer."""
         return self._part.stages[0] > 0 or slices is not self._slices[0]
 
-    def measure(self, X: Any, y: Any) -> Measured:
-        found = self.measure_stage(Shard(0, len(y), X, y), 0, None, lambda layer, tensors: tensors)
-        assert isinstance(found, Measured), "it is the whole model"
+    def evaluate(self, X: Any, y: Any) -> Evaluated:
+        found = self.evaluate_stage(Shard(0, len(y), X, y), 0, None, lambda layer, tensors: tensors)
+        assert isinstance(found, Evaluated), "it is the whole model"
         return found
 
-    def measure_stage(self, shard: Shard, stage: int, cut: Cut | None, all_gather: AllGatherTensors) -> Cut | Measured:
+    def evaluate_stage(
+        self, shard: Shard, stage: int, cut: StageTensors | None, all_gather: AllGatherTensors
+    ) -> StageTensors | Evaluated:
         X, params = shard.X if cut is None else cut.values[0], self._named_params()
         for slices in self._slices:
             X, _ = self._call(slices, params, X, False, all_gather)
-        return self._measured(X, shard.y) if self._is_last else Cut([X])
+        return self._evaluated(X, shard.y) if self._is_last else StageTensors([X])
 
     def _named_params(self) -> dict[str, Tensor]:
         values = self._spec.backend.unflatten(self._layout, self.flat)

@@ -25,7 +25,7 @@ from lockstep.replicas.hidden_state import changed, counted, counters_of, state_
 from lockstep.replicas.lent_module import LentModule
 from lockstep.replicas.module_update import ModuleUpdate, bytes_of
 from lockstep.replicas.part_module import part_of_module
-from lockstep.replicas.replica import AllGatherTensors, BatchSummary, Leaf, Measured, ReplicaState, Shard
+from lockstep.replicas.replica import AllGatherTensors, BatchSummary, Evaluated, Leaf, ReplicaState, Shard
 from lockstep.replicas.shard_loss import ShardLoss
 from lockstep.replicas.shard_module import ShardModule
 from lockstep.replicas.sync_batch_norm import SyncBatchNorm
@@ -214,7 +214,7 @@ class ModuleReplica:
         held = bytes_of([*self.module.parameters(), *self.module.buffers()])
         return {"parameters": held, "gradient": 4 * self._layout.size, "optimizer": self._update.num_bytes()}
 
-    def measure(self, X: Any, y: Any) -> Measured:
+    def evaluate(self, X: Any, y: Any) -> Evaluated:
         self._lent.take_back()
         self.module.eval()
         random = self._random.start(shard_seed(self._spec.seed, 0, 0))
@@ -222,7 +222,7 @@ class ModuleReplica:
         with torch.no_grad(), plain_errors(self._device.type), kept, random, autocast:
             self._losses.prepare(self.module, X)
             output = module_state.call(self.module, self._losses.in_memory_format(X))
-            found = self._losses.measured(output, X, y)
+            found = self._losses.evaluated(output, X, y)
         self._buffers.restore()  # evaluation does not change them
         return found
 

@@ -19,7 +19,7 @@ from lockstep.replicas import module_state
 from lockstep.replicas.buffers import BufferUpdates
 from lockstep.replicas.crossing import Copied, Form, flattened, put_together, sharing_memory, with_memory_of
 from lockstep.replicas.module import ModuleReplica
-from lockstep.replicas.replica import AllGatherTensors, Cut, Leaf, Measured, Shard
+from lockstep.replicas.replica import AllGatherTensors, Evaluated, Leaf, Shard, StageTensors
 from lockstep.replicas.sliced_layers import SliceContext
 
 
@@ -106,7 +106,9 @@ class PartModuleReplica(ModuleReplica):
             leaves.append(self.backward(shard.number, 0, None)[0])
         return leaves
 
-    def forward(self, shard: Shard, stage: int, cut: Cut | None, all_gather: AllGatherTensors) -> Cut | None:
+    def forward(
+        self, shard: Shard, stage: int, cut: StageTensors | None, all_gather: AllGatherTensors
+    ) -> StageTensors | None:
         slices = self._slices(all_gather)
         received = [ReceivedTensor(value) for value in cut.values] if cut is not None else []
         if cut is not None:
@@ -127,7 +129,7 @@ class PartModuleReplica(ModuleReplica):
         self._pending[shard.number] = PendingBackward(received, outputs, loss, self._buffers.updates(), slices)
         return None if self._is_last else self._cut(outputs, form, shard, [one.value for one in shared])
 
-    def _cut(self, tensors: list[Tensor], form: Form, shard: Shard, shared: Sequence[Tensor] = ()) -> Cut:
+    def _cut(self, tensors: list[Tensor], form: Form, shard: Shard, shared: Sequence[Tensor] = ()) -> StageTensors:
         """What the next stage gets: values, not how they were computed. A buffer as it is now: shards change it.
 
         `shared` were received, and share memory with something in an earlier stage.
@@ -138,7 +140,7 @@ class PartModuleReplica(ModuleReplica):
             values[number] = values[number].clone()
         sent = [value.requires_grad_(tensor.requires_grad) for value, tensor in zip(values, tensors, strict=True)]
         sharing = sorted({*sharing_memory(tensors), *of_buffers, *with_memory_of(tensors, shared)})
-        return Cut(sent, self._random_state(shard), form, tuple(sharing))
+        return StageTensors(sent, self._random_state(shard), form, tuple(sharing))
 
     def _random_state(self, shard: Shard) -> Any:
         """How far the shard's random numbers have got; as they came, where this stage draws none."""
@@ -165,12 +167,14 @@ class PartModuleReplica(ModuleReplica):
             gradient for of_pass in zip(*(a.gradients for a in pending.received), strict=True) for gradient in of_pass
         ]
 
-    def measure(self, X: Any, y: Any) -> Measured:
-        found = self.measure_stage(Shard(0, 0, X, y), 0, None, _alone)
-        assert isinstance(found, Measured), "it is the whole model"
+    def evaluate(self, X: Any, y: Any) -> Evaluated:
+        found = self.evaluate_stage(Shard(0, 0, X, y), 0, None, _alone)
+        assert isinstance(found, Evaluated), "it is the whole model"
         return found
 
-    def measure_stage(self, shard: Shard, stage: int, cut: Cut | None, all_gather: AllGatherTensors) -> Cut | Measured:
+    def evaluate_stage(
+        self, shard: Shard, stage: int, cut: StageTensors | None, all_gather: AllGatherTensors
+    ) -> StageTensors | Evaluated:
         self.module.eval()
         slices = self._slices(all_gather)
         random = self._random.start(shard_seed(self._spec.seed, 0, 0), None if cut is None else cut.random)
@@ -189,7 +193,7 @@ class PartModuleReplica(ModuleReplica):
                 self._losses.prepare(self.module, shard.X)
             output = module_state.call(self.module, X)
             if self._is_last:
-                found: Cut | Measured = self._losses.measured(output, shard.X, shard.y)
+                found: StageTensors | Evaluated = self._losses.evaluated(output, shard.X, shard.y)
             else:
                 found = self._cut(*flattened(output), shard)
         self._buffers.restore()  # evaluation does not change them

@@ -36,7 +36,7 @@ class Leaf(NamedTuple):
         return self._replace(buffers=buffers, used=self.used | earlier.used)
 
 
-class Cut(NamedTuple):
+class StageTensors(NamedTuple):
     """What goes from one stage of a network to the next for a shard, or comes back."""
 
     values: list[Any]  # tensors, or None for a gradient that there is none of
@@ -65,7 +65,7 @@ class BatchSummary(NamedTuple):
         return divisor
 
 
-class Measured(NamedTuple):
+class Evaluated(NamedTuple):
     """What the evaluation of a few samples leaves."""
 
     sums: dict[str, list[float]]  # of each metric the sum over them, and what the sum of all samples is divided by
@@ -108,7 +108,7 @@ class Replica(Protocol):
     def num_bytes(self) -> dict[str, int]:
         """The memory of its parameters, of a gradient, and of the optimizer's state."""
 
-    def measure(self, X: Any, y: Any) -> Measured:
+    def evaluate(self, X: Any, y: Any) -> Evaluated:
         """Metrics of a few samples."""
 
     def arrays(self) -> dict[str, Array]:
@@ -170,13 +170,17 @@ class PartReplica(Replica, Protocol):
     def learning_rate(self, step: int) -> float | None:
         """That of one of the last steps, where it has one."""
 
-    def forward(self, shard: Shard, stage: int, cut: Cut | None, all_gather: AllGatherTensors) -> Cut | None:
+    def forward(
+        self, shard: Shard, stage: int, cut: StageTensors | None, all_gather: AllGatherTensors
+    ) -> StageTensors | None:
         """Takes a shard through a stage; what the next one gets, or None after the last."""
 
     def backward(self, number: int, stage: int, gradients: list[Any] | None) -> tuple[Leaf, list[Any]]:
         """Takes a shard back: its leaf, and the gradients of what came with its cut."""
 
-    def measure_stage(self, shard: Shard, stage: int, cut: Cut | None, all_gather: AllGatherTensors) -> Cut | Measured:
+    def evaluate_stage(
+        self, shard: Shard, stage: int, cut: StageTensors | None, all_gather: AllGatherTensors
+    ) -> StageTensors | Evaluated:
         """Takes samples through a stage to evaluate them; after the last, their metrics."""
 
 

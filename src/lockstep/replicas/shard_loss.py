@@ -21,7 +21,7 @@ from lockstep.replicas.compiled_blocks import compile_blocks, with_compiled_bloc
 from lockstep.replicas.keyed_random import KeyedRandom, no_draws_outside_of_pytorch, rng_state
 from lockstep.replicas.loss_check import check_separable
 from lockstep.replicas.memory_format import channels_last
-from lockstep.replicas.replica import Measured, Shard
+from lockstep.replicas.replica import Evaluated, Shard
 from lockstep.replicas.shard_module import ShardModule
 from lockstep.replicas.train_spec import TrainSpec
 
@@ -157,7 +157,7 @@ class ShardLoss:
                 f"different parameters. Leave that out; for an average of the weights, use --ema (ema=0.999)."
             )
 
-    def measured(self, output: Any, X: Any, y: Any) -> Measured:
+    def evaluated(self, output: Any, X: Any, y: Any) -> Evaluated:
         """The loss and metrics of some samples, from the model's output for them."""
         num_samples = next(len(leaf) for leaf in leaves_of((y, X)) if isinstance(leaf, Tensor) and leaf.ndim)
         metrics = {n: (f"metric {n}", m) for n, m in self._spec.metrics.items()}
@@ -166,7 +166,7 @@ class ShardLoss:
         sums = {n: summed(metric, what, output, y, num_samples) for n, (what, metric) in metrics.items()}
         outputs = arrays_for(output, y) if self._spec.keeps_outputs else None
         found = {n: [float(s.total), num_samples if s.weight is None else float(s.weight)] for n, s in sums.items()}
-        return Measured(found, outputs)
+        return Evaluated(found, outputs)
 
     def watched(self) -> AbstractContextManager[None]:
         """Refuses draws from generators that all ranks share."""

@@ -17,6 +17,7 @@ from lockstep.replicas.crossing import CannotCross, flattened
 from lockstep.replicas.untraceable import Kept, check_hooks, check_tensors, settings_of_thread, tensor_makers_recorded
 
 HOW = "Name other cut points (stages=[...]), or split the data instead (--split data)"
+FLOPS_PER_ENTRY = 40.0  # a float32 is written and read again in about the time of 40 multiplications and additions
 
 
 class CannotCut(ConfigError):
@@ -260,9 +261,6 @@ def check_crossing(module: nn.Module, graph: fx.Graph, stages: dict[fx.Node, int
             flattened(value if node in crosses else None)
         except CannotCross as problem:
             raise CannotCut(f"{type(module).__name__} cannot be cut there: at {node.name}, {problem}.") from problem
-
-
-FLOPS_PER_ENTRY = 40.0  # a float32 is written and read again in about the time of 40 multiplications and additions
 
 
 def _tensors_in(value: Any) -> list[Tensor]:

@@ -29,7 +29,7 @@ LOCAL = threading.local()  # .shard: the `ShardForward` of the calling thread
 
 
 @dataclass
-class Cut:
+class NormCall:
     """Where one shard's graph is cut: `x` is a norm layer's input, `normed` its output, which starts a new graph."""
 
     name: str
@@ -45,7 +45,7 @@ class ShardForward:
     """A shard's forward pass, on a thread of its own that runs only while `resume` waits for it."""
 
     def __init__(self, forward: Callable[[], LossSum], start_thread: Callable[[], None]) -> None:
-        self.cuts: list[Cut] = []
+        self.cuts: list[NormCall] = []
         self.loss: LossSum | None = None  # until it is through the model
         self._error: BaseException | None = None
         self._resumed, self._paused = threading.Semaphore(0), threading.Semaphore(0)
@@ -71,7 +71,7 @@ class ShardForward:
         if self._error is not None:
             raise self._error
 
-    def pause_at(self, cut: Cut) -> Tensor:
+    def pause_at(self, cut: NormCall) -> Tensor:
         """Called on the shard's thread: pauses it at a norm layer, and returns the layer's output."""
         if not self._is_cancelled:
             self.cuts.append(cut)
@@ -143,7 +143,7 @@ def _run_forward(forwards: list[ShardForward], all_gather: AllGatherTensors) -> 
             _normalize(cuts, all_gather(layers[0], [_statistics(cut.x) for cut in cuts]))
 
 
-def _run_backward(cuts: list[list[Cut]], losses: list[LossSum], all_gather: AllGatherTensors) -> None:
+def _run_backward(cuts: list[list[NormCall]], losses: list[LossSum], all_gather: AllGatherTensors) -> None:
     """Accumulates the gradients in the parameters of each shard's clone, from the losses and from each norm layer."""
     _accumulate([(get_gradient_edge(loss.total), torch.ones_like(loss.total)) for loss in losses])
     for layer in reversed(list(zip(*cuts, strict=True))):
@@ -204,7 +204,7 @@ def _norm_forward(norm: Any, name: str, original: Callable[[Tensor], Tensor], x:
             f"{name} is computed again in the backward pass (activation checkpointing), where it cannot wait for the "
             f"whole batch. Leave batch norm out of checkpointed parts, or use --batch-norm shard."
         )
-    normed = LOCAL.shard.pause_at(Cut(name, norm, x, edge))
+    normed = LOCAL.shard.pause_at(NormCall(name, norm, x, edge))
     if norm.weight is None:
         return normed.clone()  # which may be written to: `normed` itself is a leaf of the graph
     return (normed * _like(norm.weight, normed) + _like(norm.bias, normed)).to(x.dtype)
@@ -219,7 +219,7 @@ def _statistics(x: Tensor) -> Tensor:
     return torch.stack([count, mean, _channel_sums((x - _like(mean, x)).square())]).double()
 
 
-def _normalize(cuts: list[Cut], statistics: list[Tensor]) -> None:
+def _normalize(cuts: list[NormCall], statistics: list[Tensor]) -> None:
     """Sets a norm layer's output for each of the rank's shards, from the statistics of all shards in shard order."""
     count, mean, squares = statistics[0]
     for other_count, other_mean, other_squares in statistics[1:]:

@@ -126,9 +126,8 @@ class Result:
 
     def plot(self) -> Any:
         """The curves of the run as a figure of matplotlib: loss and accuracy against the epoch."""
-        return import_module("lockstep.report.run_picture").result_figure(
-            self
-        )  # matplotlib takes half a second to load
+        pictures = import_module("lockstep.report.run_picture")  # matplotlib takes half a second to load
+        return pictures.result_figure(self)
 
     def explain(self) -> Any:
         """Where the time of a step went, of a run that was traced: `lockstep.explain(result)`."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lockstep.core.errors import ConfigError, LockstepError, RunError
-from lockstep.core.source_lines import user_source_line
+from lockstep.core.source_lines import at, user_source_line
 from lockstep.report.events import EpochDone, Event, RunDone, RunStarted, RunStopped, StepDone
 from lockstep.report.runlog import plain
 from lockstep.report.step_sampling import StepSampling
@@ -120,10 +120,9 @@ class LoggerSink:
             except LockstepError:
                 raise
             except Exception as problem:
-                where = user_source_line(problem)
                 what = f"the logger {type(logger).__name__} failed in {name} after step {self._step}"
-                at = f" (at {where})" if where else ""
-                raise RunError(f"{what}: {type(problem).__name__}: {problem}{at}") from problem
+                why = f"{type(problem).__name__}: {problem}{at(user_source_line(problem))}"
+                raise RunError(f"{what}: {why}") from problem
 
 
 def find_loggers(given: Any, out: Path | None, load: Callable[[str], Any]) -> LoggerSink | None:

@@ -54,7 +54,7 @@ class Curves(NamedTuple):
     y_label: str
 
 
-class Target(NamedTuple):
+class TargetBar(NamedTuple):
     """How long a run took to be good enough."""
 
     label: str
@@ -71,7 +71,7 @@ class Times(NamedTuple):
     """The right side: a bar for each setting, until it was good enough."""
 
     title: str
-    bars: Sequence[Target]
+    bars: Sequence[TargetBar]
 
 
 def draw_curve(

@@ -9,10 +9,10 @@ from lockstep.core.device import Device
 from lockstep.core.layout import Array
 from lockstep.core.tracing import Trace
 from lockstep.data.batch import Batch
-from lockstep.replicas.replica import BatchSummary, Leaf, Measured, Replica
-from lockstep.schedules.instructions import Forward, ForwardBackward, Measure, Schedule
+from lockstep.replicas.replica import BatchSummary, Evaluated, Leaf, Replica
+from lockstep.schedules.instructions import Evaluate, Forward, ForwardBackward, Schedule
 
-COMPUTES = {ForwardBackward, Forward, Measure}
+COMPUTES = {ForwardBackward, Forward, Evaluate}
 
 
 class StepInput(NamedTuple):
@@ -130,8 +130,8 @@ class Engine(Protocol):
         """
         ...
 
-    def measure(self, schedule: Schedule, replicas: Sequence[Replica], work: StepInput) -> list[list[Measured]]:
-        """What each local rank has measured, of samples that go through parts of the model."""
+    def evaluate(self, schedule: Schedule, replicas: Sequence[Replica], work: StepInput) -> list[list[Evaluated]]:
+        """What each local rank has found, of samples that go through parts of the model."""
         ...
 
     def use_captures(self, captures: list[Any]) -> None:
@@ -150,7 +150,7 @@ class Engine(Protocol):
         """Says what this process does between steps, for those who wait for it."""
         ...
 
-    def place(self, array: Array) -> list[Tensor]:
+    def copy_to_devices(self, array: Array) -> list[Tensor]:
         """Data to read from, for each local rank; ranks on the same device share it."""
         ...
 

@@ -21,7 +21,7 @@ from lockstep.core.errors import RankTimeout
 from lockstep.core.layout import Array
 from lockstep.core.source_lines import source_line_of
 from lockstep.core.tracing import Trace, traced
-from lockstep.replicas.replica import Measured, Replica
+from lockstep.replicas.replica import Evaluated, Replica
 from lockstep.runtime.engine import Position, Rank, StepInput, StepResult
 from lockstep.runtime.interpreter import Interpreter
 from lockstep.runtime.rank_errors import errors_named
@@ -114,12 +114,12 @@ class InProcess:
             self._schedule = None  # those that waited for each other have given up: the next step starts anew
             raise
 
-    def measure(self, schedule: Schedule, replicas: Sequence[Replica], work: StepInput) -> list[list[Measured]]:
+    def evaluate(self, schedule: Schedule, replicas: Sequence[Replica], work: StepInput) -> list[list[Evaluated]]:
         if schedule is not self._schedule:
             self._connect(schedule)
         ranks = zip(self._workers, self._interpreters, replicas, strict=True)
         try:
-            return self._results([w.submit(i.measure, work, replica) for w, i, replica in ranks])
+            return self._results([w.submit(i.evaluate, work, replica) for w, i, replica in ranks])
         except BaseException:
             self._schedule = None
             raise
@@ -221,7 +221,7 @@ class InProcess:
     def set_phase(self, phase: str) -> None:
         """All ranks are in this process: nobody waits elsewhere."""
 
-    def place(self, array: Array) -> list[Tensor]:
+    def copy_to_devices(self, array: Array) -> list[Tensor]:
         first = [self.memories.index(memory) for memory in self.memories]
         placed = self.each(
             "copying data to the device",

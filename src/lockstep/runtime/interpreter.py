@@ -1,4 +1,4 @@
-"""Executes the instructions of one rank: the only place where gradients are added and values are sent.
+"""Executes the instructions of one rank: the only place where gradients of shards are added and values are sent.
 
 Engines differ in who calls it: a thread for each rank, the main thread of a rank's process, or one thread for all ranks
 (CUDA graph capture, `lockstep.allreduce`). Transports differ in how a value gets from rank to rank.
@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 
 from lockstep.backends import Tensor, flat
 from lockstep.core.tracing import WAIT, SpanName, span, traced
-from lockstep.replicas.replica import BatchSummary, Measured, PartReplica, Replica, Shard
+from lockstep.replicas.replica import BatchSummary, Evaluated, PartReplica, Replica, Shard
 from lockstep.runtime.engine import Rank, RankResult, StepInput, ranks_together, summary_of
 from lockstep.runtime.out_of_memory import OutOfMemoryCause
 from lockstep.runtime.part_passes import PartPasses
@@ -28,11 +28,11 @@ from lockstep.schedules.instructions import (
     AllReduce,
     Backward,
     Communicate,
+    Evaluate,
     Forward,
     ForwardBackward,
     GatherNorms,
     Instruction,
-    Measure,
     Partial,
     RankProgram,
     Schedule,
@@ -131,15 +131,15 @@ class Interpreter:
             rank.position.is_mid_update = False
             return results
 
-    def measure(self, work: StepInput, replica: Replica) -> list[Measured]:
-        """Evaluates samples that go through parts of the model; what this rank has measured."""
+    def evaluate(self, work: StepInput, replica: Replica) -> list[Evaluated]:
+        """Evaluates samples that go through parts of the model; what this rank has found."""
         with self._errors_named():
             self.begin(work, replica)
             self.rank.position.phase = "evaluation"
             for instruction in self.program.compute:
                 self.execute(instruction)
             self.rank.backend.synchronize(self.rank.device)
-            return self.state.passes.measured
+            return self.state.passes.evaluated
 
     def _errors_named(self) -> AbstractContextManager[None]:
         return errors_named(self.rank.number, self.rank.device, self.rank.position, self.cancel)
@@ -204,8 +204,8 @@ class Interpreter:
         leaf, later = leaf._replace(gradient=None), self.state.stage_leaves.get(instruction.shard)  # of two stages
         self.state.stage_leaves[instruction.shard] = leaf if later is None else later.joined(leaf)
 
-    def _measure(self, instruction: Measure) -> None:
-        self.state.passes.measure(instruction, cast(PartReplica, self._replica), self._fetch)
+    def _evaluate(self, instruction: Evaluate) -> None:
+        self.state.passes.evaluate(instruction, cast(PartReplica, self._replica), self._fetch)
 
     def _memory_for(self, num_samples: int) -> AbstractContextManager[None]:
         """A full memory is explained by a shard of so many samples."""
@@ -285,7 +285,7 @@ _HANDLERS: dict[type, Callable[[Any, Any], None]] = {
     ForwardBackward: Interpreter._forward_backward,
     Forward: Interpreter._forward,
     Backward: Interpreter._backward,
-    Measure: Interpreter._measure,
+    Evaluate: Interpreter._evaluate,
     AllGather: Interpreter._all_gather,
     WaitForBackward: Interpreter._wait_for_backward,
     Add: Interpreter._add,

@@ -6,13 +6,13 @@ Activations are kept here from the moment they arrive, or are computed, until th
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.replicas.replica import AllGatherTensors, Cut, Leaf, Measured, PartReplica, Shard
+from lockstep.replicas.replica import AllGatherTensors, Evaluated, Leaf, PartReplica, Shard, StageTensors
 from lockstep.schedules.instructions import (
     Activation,
     ActivationGradient,
     Backward,
+    Evaluate,
     Forward,
-    Measure,
     Schedule,
 )
 
@@ -24,8 +24,8 @@ class PartPasses:
 
     def __init__(self, schedule: Schedule, all_gather: AllGatherTensors) -> None:
         self._last_stage, self._all_gather = len(schedule.stages) - 1, all_gather
-        self._values: dict[Activation | ActivationGradient, Cut] = {}
-        self.measured: list[Measured] = []  # of the samples that have gone through the last stage
+        self._values: dict[Activation | ActivationGradient, StageTensors] = {}
+        self.evaluated: list[Evaluated] = []  # of the samples that have gone through the last stage
 
     def forward(self, instruction: Forward, replica: PartReplica, fetch: Fetch) -> None:
         """Takes a shard through the stage."""
@@ -42,20 +42,20 @@ class PartPasses:
         self._values.pop(Activation(number, stage), None)
         leaf, gradients = replica.backward(number, stage, None if arrived is None else arrived.values)
         if stage > 0:
-            self._values[ActivationGradient(number, stage - 1)] = Cut(gradients)
+            self._values[ActivationGradient(number, stage - 1)] = StageTensors(gradients)
         return leaf
 
-    def measure(self, instruction: Measure, replica: PartReplica, fetch: Fetch) -> None:
+    def evaluate(self, instruction: Evaluate, replica: PartReplica, fetch: Fetch) -> None:
         """Takes samples through the stage to evaluate them."""
         number, stage = instruction
         shard = self._shard(number, stage, fetch)
-        found = replica.measure_stage(shard, stage, self._arrived(number, stage), self._all_gather)
-        if isinstance(found, Measured):
-            self.measured.append(found)
+        found = replica.evaluate_stage(shard, stage, self._arrived(number, stage), self._all_gather)
+        if isinstance(found, Evaluated):
+            self.evaluated.append(found)
         else:
             self._values[Activation(number, stage)] = found
 
-    def outgoing(self, value: Activation | ActivationGradient) -> Cut:
+    def outgoing(self, value: Activation | ActivationGradient) -> StageTensors:
         """What is to be sent; a gradient is not needed here any more, an activation until the shard comes back."""
         return self._values.pop(value) if isinstance(value, ActivationGradient) else self._values[value]
 
@@ -63,7 +63,7 @@ class PartPasses:
         """Keeps what has arrived."""
         self._values[value] = cut
 
-    def _arrived(self, number: int, stage: int) -> Cut | None:
+    def _arrived(self, number: int, stage: int) -> StageTensors | None:
         return self._values.pop(Activation(number, stage - 1)) if stage > 0 else None
 
     def _shard(self, number: int, stage: int, fetch: Fetch) -> Shard:

@@ -9,17 +9,17 @@ from lockstep.core.errors import PeerFailure, RunError
 from lockstep.core.serialization import pack
 from lockstep.core.tracing import WAIT, SpanName, span
 from lockstep.data.dataset import map_leaves
-from lockstep.replicas.replica import Cut
-from lockstep.runtime.cut_messages import (
-    cut_from_plain,
-    cut_to_plain,
+from lockstep.replicas.replica import StageTensors
+from lockstep.runtime.engine import Position, RankResult
+from lockstep.runtime.process_group import ProcessGroup
+from lockstep.runtime.stage_messages import (
     empty_for,
     tensor_from_plain,
     tensor_to_plain,
+    tensors_from_plain,
+    tensors_to_plain,
     unpacked_messages,
 )
-from lockstep.runtime.engine import Position, RankResult
-from lockstep.runtime.process_group import ProcessGroup
 from lockstep.runtime.transport import GroupKey, TransferGroup, check_same_layer
 
 
@@ -37,10 +37,10 @@ class ProcessTransport:
         return False
 
     def start(self, group: TransferGroup) -> None:
-        if group.has_cuts:
+        if group.has_stage_tensors:
             self._sources[group.key] = [source for source, _ in group.receives]
             for target, cut in group.sends:
-                plain, tensors = cut_to_plain(cut)
+                plain, tensors = tensors_to_plain(cut)
                 self._group.start_message(group.key, target, pack(plain), tensors)
             return
         receives = [(source, memory) for source, memory in group.receives if memory is not None]
@@ -48,7 +48,7 @@ class ProcessTransport:
         self._receives[group.key] = receives
         self._group.start(group.key, group.sends, receives, self._same_part)
 
-    def finish(self, key: GroupKey) -> list[Tensor | Cut]:
+    def finish(self, key: GroupKey) -> list[Tensor | StageTensors]:
         if key not in self._sources:
             receives = self._receives.pop(key)
             self._group.finish(key, receives)
@@ -59,7 +59,7 @@ class ProcessTransport:
                 (plain,) = unpacked_messages([self._group.receive_bytes(key, source)])
                 tensors = [empty_for(meta, self._group.device) for meta in plain["tensors"]]
                 self._group.receive_tensors(key, source, tensors)
-            found.append(cut_from_plain(plain, tensors))
+            found.append(tensors_from_plain(plain, tensors))
         self._group.finish_message(key)
         return found
 

@@ -13,14 +13,14 @@ from lockstep.core.errors import BackendError
 from lockstep.core.layout import Array
 from lockstep.core.serialization import pack
 from lockstep.core.tracing import Trace, traced
-from lockstep.replicas.replica import Measured, Replica
-from lockstep.runtime.cut_messages import unpacked_messages
+from lockstep.replicas.replica import Evaluated, Replica
 from lockstep.runtime.engine import Position, Rank, StepInput, StepResult
 from lockstep.runtime.interpreter import Interpreter
 from lockstep.runtime.process_group import ProcessGroup
 from lockstep.runtime.process_transport import ProcessTransport, check_same_call
 from lockstep.runtime.rank_errors import errors_named
 from lockstep.runtime.rank_thread import RankThread
+from lockstep.runtime.stage_messages import unpacked_messages
 from lockstep.schedules.instructions import Schedule
 
 
@@ -92,8 +92,8 @@ class Processes:
         self.set_phase("loading of samples")
         return StepResult.of_ranks(schedule, results)
 
-    def measure(self, schedule: Schedule, replicas: Sequence[Replica], work: StepInput) -> list[list[Measured]]:
-        return [self.interpreter(schedule).measure(work, replicas[0])]
+    def evaluate(self, schedule: Schedule, replicas: Sequence[Replica], work: StepInput) -> list[list[Evaluated]]:
+        return [self.interpreter(schedule).evaluate(work, replicas[0])]
 
     def use_captures(self, captures: list[Any]) -> None:
         self._captures, self._schedule = captures, None
@@ -137,7 +137,7 @@ class Processes:
     def set_phase(self, phase: str) -> None:
         self.position.phase = phase
 
-    def place(self, array: Array) -> list[Tensor]:
+    def copy_to_devices(self, array: Array) -> list[Tensor]:
         return self.each("copying data to the device", lambda rank, device: self.backend.from_numpy(array, device))
 
     def all_gather(self, values: list[Any]) -> list[Any]:

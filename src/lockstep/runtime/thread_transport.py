@@ -8,7 +8,7 @@ from lockstep.backends import Backend, Tensor
 from lockstep.core.device import Device
 from lockstep.core.tracing import WAIT, SpanName, span
 from lockstep.data.dataset import map_leaves
-from lockstep.replicas.replica import Cut
+from lockstep.replicas.replica import StageTensors
 from lockstep.runtime.engine import RankResult
 from lockstep.runtime.transport import Cancelled, GroupKey, TransferGroup, check_same_layer
 from lockstep.schedules.instructions import CHANNELS, GRADIENTS
@@ -94,14 +94,14 @@ class ThreadTransport:
             self._shared.values[group.key.channel].put(self._rank, target, tensor)
         self._receives[group.key] = group.receives
 
-    def finish(self, key: GroupKey) -> list[Tensor | Cut]:
+    def finish(self, key: GroupKey) -> list[Tensor | StageTensors]:
         found = []
         for source, memory in self._receives.pop(key):
             with span(WAIT):
                 tensor = self._shared.values[key.channel].get(source, self._rank)
-            for value in tensor.values if isinstance(tensor, Cut) else [tensor]:
+            for value in tensor.values if isinstance(tensor, StageTensors) else [tensor]:
                 self._backend.record_stream(value)  # the sender may be the first to let go of it
-            if isinstance(tensor, Cut):
+            if isinstance(tensor, StageTensors):
                 if not self.shares_memory_with(source):
                     tensor = tensor._replace(
                         values=[self._backend.copy_activation(v, self._device) for v in tensor.values]

@@ -1,7 +1,7 @@
 """The sends and receives of one rank: each kind of value is taken from where it is, and put where it belongs."""
 
 from lockstep.backends import Tensor
-from lockstep.replicas.replica import Cut
+from lockstep.replicas.replica import StageTensors
 from lockstep.runtime.step_state import StepState
 from lockstep.runtime.transport import GroupKey, TransferGroup, Transport
 from lockstep.runtime.workspace import Workspace
@@ -50,7 +50,7 @@ class Transfers:
                 return None
 
 
-def _outgoing(value: Value, state: StepState) -> Tensor | Cut:
+def _outgoing(value: Value, state: StepState) -> Tensor | StageTensors:
     match value:
         case Partial():
             return state.sums.vector(value)

@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol
 
 from lockstep.backends import Tensor
 from lockstep.core.errors import RunError
-from lockstep.replicas.replica import Cut
+from lockstep.replicas.replica import StageTensors
 from lockstep.runtime.engine import RankResult
 from lockstep.schedules.instructions import ACTIVATION_GRADIENTS, ACTIVATIONS, CHANNELS
 
@@ -31,11 +31,11 @@ class TransferGroup(NamedTuple):
     """Sends and receives that are started together and complete together."""
 
     key: GroupKey
-    sends: list[tuple[int, Tensor | Cut]]  # rank, what is sent to it
+    sends: list[tuple[int, Tensor | StageTensors]]  # rank, what is sent to it
     receives: list[tuple[int, Tensor | None]]  # rank, memory for what it sends; None: no particular memory
 
     @property
-    def has_cuts(self) -> bool:
+    def has_stage_tensors(self) -> bool:
         """Whether these are activations, or their gradients, whose shapes only the sender knows."""
         return self.key.channel in (ACTIVATIONS, ACTIVATION_GRADIENTS)
 
@@ -51,7 +51,7 @@ class Transport(Protocol):
         """Starts to send and receive. Until it is finished, none of these tensors may be written to."""
         ...
 
-    def finish(self, key: GroupKey) -> list[Tensor | Cut]:
+    def finish(self, key: GroupKey) -> list[Tensor | StageTensors]:
         """Waits for a group, with a deadline; what was received, in the order of its receives."""
         ...
 

@@ -20,11 +20,11 @@ from lockstep.schedules.instructions import (
     AllReduce,
     Backward,
     Communicate,
+    Evaluate,
     Forward,
     ForwardBackward,
     GatherNorms,
     Instruction,
-    Measure,
     Partial,
     Receive,
     Schedule,
@@ -138,7 +138,7 @@ class _Clock:
     def _execute(self, rank: int, instruction: Instruction, in_exchange: bool = False) -> Todo:
         costs, group = self._costs, self._schedule.layer_group(rank)
         match instruction:
-            case Forward(shard, stage) | Measure(shard, stage):
+            case Forward(shard, stage) | Evaluate(shard, stage):
                 yield from self._together(instruction, group, BUBBLE)
                 yield Work(FORWARD, costs.forward(rank, shard, stage), shard, stage)
             case Backward(shard, stage, _):

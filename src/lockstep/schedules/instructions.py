@@ -8,7 +8,7 @@ update. Whoever holds a value holds every part of it.
 Communication is started by one instruction and waited for by another, so that buckets can overlap: `Communicate` and
 `Add` never wait. A group of sends and receives has a channel, a number and a round. Channels do not wait for each
 other, and neither do the cuts of a network, each of which has channels of its own. With batch norm over the whole
-batch, and where layers are split, layers communicate within `ForwardBackward`, `Forward`, `Backward` and `Measure`.
+batch, and where layers are split, layers communicate within `ForwardBackward`, `Forward`, `Backward` and `Evaluate`.
 """
 
 from dataclasses import dataclass
@@ -79,7 +79,7 @@ class Backward(NamedTuple):
     entries: range
 
 
-class Measure(NamedTuple):
+class Evaluate(NamedTuple):
     """Takes some samples through a stage to be evaluated; the last stage has their metrics."""
 
     shard: int
@@ -153,7 +153,7 @@ class Update(NamedTuple):
 
 
 Instruction = (
-    ForwardBackward | Forward | Backward | Measure | AllGather | WaitForBackward | Add | Communicate | Wait | AllReduce
+    ForwardBackward | Forward | Backward | Evaluate | AllGather | WaitForBackward | Add | Communicate | Wait | AllReduce
     | GatherNorms | Update
 )  # fmt: skip
 

@@ -22,11 +22,11 @@ from lockstep.schedules.instructions import (
     AllReduce,
     Backward,
     Communicate,
+    Evaluate,
     Forward,
     ForwardBackward,
     GatherNorms,
     Instruction,
-    Measure,
     Parameters,
     Partial,
     Schedule,
@@ -178,7 +178,7 @@ class SymbolicRun:
             case AllGather() | GatherNorms() | AllReduce():
                 which = instruction.total if isinstance(instruction, AllReduce) else type(instruction)
                 return self._all_are_at(which, rank, range(len(self.totals)))
-            case ForwardBackward() | Forward() | Backward() | Measure():
+            case ForwardBackward() | Forward() | Backward() | Evaluate():
                 group = self._schedule.layer_group(rank)
                 return self._all_are_at((group, type(instruction), instruction), rank, group)
             case JoinStreams(waits):
@@ -195,7 +195,7 @@ class SymbolicRun:
             case ForwardBackward(shards):
                 for shard in shards:
                     self._hold(rank, Partial(Node(shard, 1), self._schedule.programs[rank].entries), shard)
-            case Forward(shard, stage) | Measure(shard, stage):
+            case Forward(shard, stage) | Evaluate(shard, stage):
                 if stage > 0:
                     self._take(rank, Activation(shard, stage - 1))
                 self._activations[rank].add(Activation(shard, stage))

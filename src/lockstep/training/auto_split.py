@@ -15,7 +15,7 @@ from lockstep.backends.hardware import cpu, memory_of_gpus
 from lockstep.config import RunConfig, check_ranks
 from lockstep.core.device import Device
 from lockstep.core.errors import ConfigError
-from lockstep.partition.chain import Chain, Cuts, NamedChain, Place, place_stages
+from lockstep.partition.chain import Chain, Cuts, NamedChain, StageDevice, place_stages
 from lockstep.partition.grid import AUTO, Grid
 from lockstep.report.console import fetch_progress, size
 from lockstep.training.setup import find_data, prepare
@@ -85,7 +85,7 @@ def choose(
         if stages > 1 and not can_be_cut(config, grid, objects):
             break
         in_flight = [min(stages - place, config.num_shards) for place in range(stages)]
-        cuts = place_stages(chain, [Place(memory=limit)] * stages, in_flight) if found.names else None
+        cuts = place_stages(chain, [StageDevice(memory=limit)] * stages, in_flight) if found.names else None
         if stages == 1:
             best = grid, None
             if cuts is not None or not found.names:
@@ -93,7 +93,7 @@ def choose(
         elif cuts is not None:
             return grid, cuts
         else:
-            best = grid, place_stages(chain, [Place()] * stages)
+            best = grid, place_stages(chain, [StageDevice()] * stages)
     if best is None:
         check_ranks(num_devices, config.num_shards)  # which says what to do
         raise ConfigError(f"{num_devices} devices cannot share this model and batch. Use another --devices or --split.")

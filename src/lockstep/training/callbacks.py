@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from lockstep.core.errors import ConfigError, LockstepError, RunError
 from lockstep.core.layout import Array
-from lockstep.core.source_lines import user_source_line
+from lockstep.core.source_lines import at, user_source_line
 from lockstep.data.batch import BatchSource
 from lockstep.training.evaluate import evaluate, evaluate_batches
 from lockstep.training.replica_set import ReplicaSet
@@ -81,9 +81,8 @@ class Callbacks(NamedTuple):
         except LockstepError:
             raise
         except Exception as problem:
-            where = user_source_line(problem)
-            at = f" (at {where})" if where else ""
-            raise RunError(f"{name} failed after step {run.step}: {type(problem).__name__}: {problem}{at}") from problem
+            what = f"{type(problem).__name__}: {problem}{at(user_source_line(problem))}"
+            raise RunError(f"{name} failed after step {run.step}: {what}") from problem
         return run.is_stopped
 
 

@@ -13,7 +13,12 @@ from lockstep.schedules.exchanges import KEEPS_THE_TREE
 from lockstep.training.time_to_target import steady_seconds
 
 OWN_COLUMNS = ("batch_size", "learning_rate")  # that every table has
-SPEED = (*(each.name for each in settings_in(AGREED)), "engine", "capture", "workers")  # not the weights depend on them
+SPEED = (
+    *(each.name for each in settings_in(AGREED)),
+    "engine",
+    "capture",
+    "workers",
+)  # the weights do not depend on these
 SHOWN = tuple(dict.fromkeys((*(each.name for each in settings_in(IDENTITY)), *SPEED)))
 
 

@@ -192,8 +192,7 @@ class Comparison:
 
     def _times(self) -> "Times | None":
         """How long until each setting was good enough, with its best learning rate; None where there is no target."""
-        from lockstep.report.plots import Target as TimeBar
-        from lockstep.report.plots import Times
+        from lockstep.report.plots import TargetBar, Times
 
         if not self.target:
             return None
@@ -203,7 +202,9 @@ class Comparison:
             best = best_rows(rows, self.target.is_accuracy) or rows
             times = [good for row in best if (good := self.reached(row)) is not None]
             good = min(times, key=lambda each: each.num_samples, default=None)
-            bars.append(TimeBar(joined(list(map(self.label, best))), good and good.seconds, good and good.num_samples))
+            bars.append(
+                TargetBar(joined(list(map(self.label, best))), good and good.seconds, good and good.num_samples)
+            )
         which = ", with the best learning rate of each" if self._has_several_rates else ""
         return Times(f"time to {self.target}{which}", bars)
 

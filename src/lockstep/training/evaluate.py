@@ -67,7 +67,7 @@ def evaluate_batches(
 
         def work(rank: int, device: Device, replica: Replica) -> list[Any]:
             own = [eval_batches[number] for number in shares.get(rank, ())]  # noqa: B023 - called in this iteration only
-            return [replica.measure(*batch.fetch(rank, part.start, part.stop)) for part in own]  # noqa: B023
+            return [replica.evaluate(*batch.fetch(rank, part.start, part.stop)) for part in own]  # noqa: B023
 
         local = engine.each("evaluation", work, replicas.local)
         _count(local if is_alone else engine.all_gather(local), sums, outputs)
@@ -76,16 +76,16 @@ def evaluate_batches(
 
 
 def _measured_by_parts(replicas: ReplicaSet, batch: Batch, eval_batches: list[range]) -> list[Any]:
-    """What the ranks with the last stage have measured of samples that have gone through all."""
+    """What the ranks with the last stage have found of samples that have gone through all."""
     engine, (grid, stages, _) = replicas.engine, replicas.placement
     schedule = measurement(grid, stages, tuple(split_over_ranks(len(eval_batches), grid.data)))
-    local = engine.measure(schedule, replicas.local, StepInput(0, batch, eval_batches))
+    local = engine.evaluate(schedule, replicas.local, StepInput(0, batch, eval_batches))
     found = engine.all_gather(local)
     return [found[rank] for rank in schedule.ranks_with_losses()]
 
 
 def _count(found: list[Any], sums: dict[str, list[list[float]]], outputs: list[Any]) -> None:
-    """Takes note of what ranks have measured."""
+    """Takes note of what ranks have found."""
     for of_rank in found:
         for measured, output in of_rank:
             outputs.append(output)

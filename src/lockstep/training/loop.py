@@ -36,7 +36,7 @@ Events = Generator[Event, None, None]
 REPORTED_SECONDS = 0.5  # of capture or compilation; less is not worth a line
 
 
-class Stopped(RunError):
+class Diverged(RunError):
     """The numbers of a run are not finite any more; a `RunStopped` event says which."""
 
     has_diverged = True
@@ -94,7 +94,7 @@ class Training:
                     yield traced
                     result = replace(result, explanation=traced.explanation, trace=self._trace.kept(traced))
             except RunError as problem:
-                if not isinstance(problem, (Stopped, PeerFailure, Interrupted)):
+                if not isinstance(problem, (Diverged, PeerFailure, Interrupted)):
                     yield self._stopped(str(problem))
                 yield from self._trace.of_this_process(self.state)
                 raise
@@ -295,4 +295,4 @@ class Training:
             why = "No update has happened yet: look at the data, the model and the loss"
         reason = f"epoch {progress.epoch}, step {progress.step}: {what}. {why}"
         yield self._stopped(reason)
-        raise Stopped(f"{reason}.{what_is_left(self._config, progress.history)}")
+        raise Diverged(f"{reason}.{what_is_left(self._config, progress.history)}")

@@ -17,14 +17,13 @@ from lockstep.core.settings import IDENTITY
 from lockstep.core.this_thread import THIS_THREAD
 from lockstep.data.given_batch import GivenBatches
 from lockstep.optim.lr_schedule import LRSchedule
-from lockstep.replicas.trainer_replica import TrainerReplica
+from lockstep.replicas.trainer_replica import AccumulatedGradients, TrainerReplica
 from lockstep.runtime.engine import has_all_ranks
 from lockstep.runtime.step import EagerSteps
 from lockstep.runtime.verification import Unverified
 from lockstep.training.callbacks import batches_in
 from lockstep.training.checkpoint import Checkpoint, check_same_run
 from lockstep.training.evaluate import evaluate_batches
-from lockstep.training.held_gradients import HeldGradients
 from lockstep.training.module_task import eval_spec_of, train_spec, with_weights
 from lockstep.training.setup import step_options
 from lockstep.training.split_checks import check_split
@@ -112,7 +111,7 @@ class Trainer:
                 checked_weights(trained.initial, start.weights, path, config.model)
             with self._working():
                 self._state = TrainingState(config, self._engine, trained, start)
-            self._held: list[HeldGradients] = []  # gradients that no update has used
+            self._accumulated: list[AccumulatedGradients] = []  # gradients that no update has used
             self._unread: deque[StepResult] = deque()  # of steps that may be under way
         except BaseException:
             self._undo.close()
@@ -123,7 +122,7 @@ class Trainer:
 
         A batch is (inputs, target), (input, ..., target), or a dict. Its samples are cut into shards in their order.
         """
-        if self._held:
+        if self._accumulated:
             raise ConfigError("There are gradients that no update has used. Call update() or drop_gradients() first.")
         with self._working("step"):
             found, progress = self._batches.batch(batch), self._state.progress
@@ -136,9 +135,8 @@ class Trainer:
             progress.step, progress.passes = progress.step + 1, progress.passes + 1
             result = StepResult(progress.step, found, future)
             self._unread.append(result)
-            while (
-                len(self._unread) > self._state.steps.max_in_flight
-            ):  # where losses come later, their memory is used again
+            max_unread = self._state.steps.max_in_flight  # where losses come later, their memory is used again
+            while len(self._unread) > max_unread:
                 _ = self._unread.popleft().loss
             self._compare_if_due()
         return result
@@ -152,10 +150,11 @@ class Trainer:
         with self._working("gradients"):
             found, progress = replace(self._batches.batch(batch), static=None), self._state.progress  # not captured
             replicas: list[Any] = self._state.replicas.local
-            if not self._held:
-                self._held = [HeldGradients(replica) for replica in replicas]
+            if not self._accumulated:
+                self._accumulated = [AccumulatedGradients(replica) for replica in replicas]
             options = step_options(self._config, self._engine)
-            future = EagerSteps(self._engine, self._held, options, self._state.balance).run(progress.passes + 1, found)
+            steps = EagerSteps(self._engine, self._accumulated, options, self._state.balance)
+            future = steps.run(progress.passes + 1, found)
             progress.passes += 1
             return StepResult(progress.step + 1, found, future)
 
@@ -173,21 +172,22 @@ class Trainer:
 
     def update(self) -> int:
         """The update by the gradients that `gradients` has left; the number of the step."""
-        if not self._held:
+        if not self._accumulated:
             raise ConfigError("There are no gradients to update by. Call gradients(batch) first, or step(batch).")
         with self._working("update"):
             number = self._state.progress.step + 1
             self._count_updates(0)
-            self._engine.each("update", lambda rank, device, held: held.replica.update_held(number), self._held)
-            self._held, self._state.progress.step = [], number
+            replicas = [own.replica for own in self._accumulated]
+            self._engine.each("update", lambda rank, device, own: own.update_from_accumulated(number), replicas)
+            self._accumulated, self._state.progress.step = [], number
             self._compare_if_due()
         return number
 
     def drop_gradients(self) -> None:
         """Forgets the gradients that `gradients` has left."""
         with self._working("drop_gradients"):
-            self._engine.each("update", lambda rank, device, held: held.replica.drop_held(), self._held)
-            self._held = []
+            self._engine.each("update", lambda rank, device, own: own.replica.drop_accumulated(), self._accumulated)
+            self._accumulated = []
 
     def evaluate(self, data: Any) -> dict[str, float]:
         """The loss and metrics over `data`: batches (a DataLoader, a list), or one batch as a pair or dict."""
@@ -236,7 +236,7 @@ class Trainer:
 
     def save(self, path: str | Path) -> Path:
         """Writes all that `load` needs to continue to one file, once the replicas were found equal."""
-        if self._held:
+        if self._accumulated:
             raise ConfigError(
                 "There are gradients that no update has used, and they are not saved. Call update() first."
             )
@@ -251,7 +251,7 @@ class Trainer:
 
     def close(self) -> None:
         """Ends the devices' threads. Twice does no harm."""
-        self._is_closed, self._held = True, []
+        self._is_closed, self._accumulated = True, []
         self._undo.close()
 
     def __enter__(self) -> Self:

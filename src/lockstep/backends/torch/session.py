@@ -64,10 +64,8 @@ def deterministic_session(devices: list[Device]) -> Iterator[None]:
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # the compiler's advice: it costs bits
         # a debugging aid of deterministic mode, which costs a pass over every new tensor
         _set(undo, torch.utils.deterministic, "fill_uninitialized_memory", False)
-        if hasattr(
-            torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"
-        ):  # ranks have streams of their own
-            torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+        if hasattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"):
+            torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)  # ranks have streams of their own
         _set(undo, torch.backends.cudnn, "deterministic", True)
         _set(undo, torch.backends.cudnn, "benchmark", False)
         # fused attention: only flash has a deterministic backward pass, the others add in the order of arrival

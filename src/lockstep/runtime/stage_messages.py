@@ -13,10 +13,10 @@ from torch import Tensor
 from lockstep.backends.torch.strides import dense, with_strides
 from lockstep.core.errors import PeerFailure
 from lockstep.core.serialization import CorruptData, unpack
-from lockstep.replicas.replica import Cut
+from lockstep.replicas.replica import StageTensors
 
 
-def cut_to_plain(cut: Cut) -> tuple[dict[str, Any], list[Tensor]]:
+def tensors_to_plain(cut: StageTensors) -> tuple[dict[str, Any], list[Tensor]]:
     """What describes a cut, and its tensors, each without gaps in memory."""
     values, metas, tensors = list[Any](), list[dict[str, Any]](), list[Tensor]()
     for value in cut.values:
@@ -30,7 +30,7 @@ def cut_to_plain(cut: Cut) -> tuple[dict[str, Any], list[Tensor]]:
     return plain, tensors
 
 
-def cut_from_plain(plain: dict[str, Any], tensors: list[Tensor]) -> Cut:
+def tensors_from_plain(plain: dict[str, Any], tensors: list[Tensor]) -> StageTensors:
     """The cut again, from the tensors that have arrived."""
     values = []
     for value in plain["values"]:
@@ -39,7 +39,7 @@ def cut_from_plain(plain: dict[str, Any], tensors: list[Tensor]) -> Cut:
             values.append(_with_meta(plain["tensors"][number], tensors[number]))
         else:
             values.append(value["$plain"])
-    return Cut(values, plain["random"], plain["form"], plain["sharing"])
+    return StageTensors(values, plain["random"], plain["form"], plain["sharing"])
 
 
 def empty_for(meta: dict[str, Any], device: torch.device) -> Tensor:

@@ -4,8 +4,14 @@ import pytest
 import torch
 
 from lockstep.core.serialization import pack, unpack
-from lockstep.replicas.replica import Cut
-from lockstep.runtime.cut_messages import cut_from_plain, cut_to_plain, empty_for, tensor_from_plain, tensor_to_plain
+from lockstep.replicas.replica import StageTensors
+from lockstep.runtime.stage_messages import (
+    empty_for,
+    tensor_from_plain,
+    tensor_to_plain,
+    tensors_from_plain,
+    tensors_to_plain,
+)
 
 CPU = torch.device("cpu")
 IMAGES = torch.rand(2, 3, 4, 5, generator=torch.Generator().manual_seed(0))
@@ -33,7 +39,7 @@ TENSORS = {
 
 def sent(cut):
     """What arrives in another process."""
-    plain, tensors = cut_to_plain(cut)
+    plain, tensors = tensors_to_plain(cut)
     plain = unpack(pack(plain), is_strict=False)
     there = []
     for meta, tensor in zip(plain["tensors"], tensors, strict=True):
@@ -41,7 +47,7 @@ def sent(cut):
         memory = empty_for(meta, CPU)
         assert memory.shape == tensor.shape
         there.append(memory.copy_(tensor))
-    return cut_from_plain(plain, there)
+    return tensors_from_plain(plain, there)
 
 
 def check_same(found, tensor):
@@ -62,27 +68,27 @@ def octets_of(tensor):
 
 @pytest.mark.parametrize("name", TENSORS)
 def test_a_tensor_arrives_as_it_was(name):
-    (found,) = sent(Cut([TENSORS[name]])).values
+    (found,) = sent(StageTensors([TENSORS[name]])).values
     check_same(found, TENSORS[name])
     if name != "nothing":
         check_same(tensor_from_plain(tensor_to_plain(TENSORS[name]), CPU), TENSORS[name])
 
 
 def test_the_entries_of_an_expanded_tensor_are_sent_once():
-    _, (tensor,) = cut_to_plain(Cut([TENSORS["expanded"]]))
+    _, (tensor,) = tensors_to_plain(StageTensors([TENSORS["expanded"]]))
     assert tensor.numel() == 6
 
 
 @pytest.mark.parametrize("wants", [True, False])
 def test_a_tensor_says_whether_a_gradient_is_wanted(wants):
     tensor = torch.ones(2, requires_grad=wants)
-    (found,) = sent(Cut([tensor])).values
+    (found,) = sent(StageTensors([tensor])).values
     assert found.requires_grad == wants
 
 
 def test_plain_values_and_the_random_state_come_along():
     values = [1, "two", None, 3.5, True, torch.ones(2), [4, 5]]
-    found = sent(Cut(values, {"seed": 7, "offset": 12}))
+    found = sent(StageTensors(values, {"seed": 7, "offset": 12}))
     assert found.random == {"seed": 7, "offset": 12}
     assert torch.equal(found.values[5], values[5])
     assert [*found.values[:5], found.values[6]] == [*values[:5], values[6]]
