@@ -29,12 +29,21 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """With `-m cuda`, as many tests at a time as there are cores, up to 14, unless -n says something else."""
+    options, is_worker = config.option, hasattr(config, "workerinput")
+    num_workers = min(14, (os.cpu_count() or 1) - 2)
+    if options.markexpr == "cuda" and getattr(options, "numprocesses", 0) is None and not is_worker and num_workers > 1:
+        options.numprocesses, options.dist, options.maxschedchunk = num_workers, "load", 1
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that start programs, or send signals, are run once more if they fail; the summary names them.
 
     On a busy machine a process can be late by more than any time-out that is worth waiting for. Where something is
-    really wrong, the second time is red, too. On a GPU they take longest, and come first: `--dist load --maxschedchunk
-    1` then has all workers busy to the end.
+    really wrong, the second time is red, too. On a GPU they take longest, and come first: so all workers are busy to
+    the end.
     """
     if config.pluginmanager.hasplugin("rerunfailures"):
         for item in filter(_starts_programs, items):
