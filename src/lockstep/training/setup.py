@@ -103,7 +103,7 @@ def check_portable(config: RunConfig, backend: Backend) -> None:
 def with_engine(config: RunConfig) -> RunConfig:
     """The settings of a run with an engine that is chosen for its devices, where they leave it open.
 
-    Threads share Python's lock, which several GPUs would wait for. Forked processes need a program that has not used a
+    Threads share the GIL, which several GPUs would wait for. Forked processes need a program that has not used a
     GPU itself.
     """
     if config.engine != "auto":

@@ -12,8 +12,12 @@ from torch import Tensor  # noqa: E402
 import lockstep  # noqa: E402
 from lockstep.backends.torch import cpu_kernels, matrix_products  # noqa: E402
 from lockstep.backends.torch.cpu_kernels import CpuKernels  # noqa: E402
+from lockstep.backends.torch.replacing import REPLACED  # noqa: E402
 
-pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch has no oneDNN here")
+pytestmark = [
+    pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch has no oneDNN here"),
+    pytest.mark.filterwarnings(f"ignore:{REPLACED}"),  # a session does
+]
 
 LAYOUTS: dict[str, Callable[[int, int], Tensor]] = {
     "rows": lambda rows, columns: torch.randn(rows, columns),

@@ -1,12 +1,13 @@
 """Functions and operations of PyTorch's that are ours for a while, so that models need not change."""
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
+
+REPLACED = "Warning only once for all operators"  # how PyTorch's warning begins
 
 
 class Replacement(NamedTuple):
@@ -35,14 +36,12 @@ def operations_replaced(operations: dict[str, Callable[..., Any]], kind: str) ->
     """While it is entered, these operations, by their names in `aten`, are ours on devices of a kind: CPU or CUDA.
 
     They are replaced in PyTorch's dispatcher, where compiled code finds them, too. Ours is given what PyTorch declares,
-    below autograd, and reaches PyTorch's own by another overload.
+    below autograd, and reaches PyTorch's own by another overload. PyTorch warns of it once (`REPLACED`).
     """
     library = torch.library.Library("aten", "IMPL")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that a kernel is replaced
-            for name, operation in operations.items():
-                library.impl(name, operation, kind)
+        for name, operation in operations.items():
+            library.impl(name, operation, kind)
         yield
     finally:
         library._destroy()

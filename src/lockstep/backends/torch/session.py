@@ -16,6 +16,7 @@ from lockstep.backends.process_settings import one_at_a_time
 from lockstep.backends.torch.cpu_kernels import CPU_KERNELS
 from lockstep.backends.torch.kernels.replaced import our_kernels
 from lockstep.backends.torch.large_vectors import large_vectors_kept
+from lockstep.backends.torch.replacing import REPLACED
 from lockstep.core.child_process import fork
 from lockstep.core.device import Device
 from lockstep.core.this_thread import THIS_THREAD
@@ -62,6 +63,7 @@ def deterministic_session(devices: list[Device]) -> Iterator[None]:
             undo.callback(torch._C._jit_set_profiling_mode, torch._C._jit_set_profiling_mode(False))
         undo.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # the compiler's advice: it costs bits
+        warnings.filterwarnings("ignore", message=REPLACED)  # here: ranks are threads, and filters those of the process
         # a debugging aid of deterministic mode, which costs a pass over every new tensor
         _set(undo, torch.utils.deterministic, "fill_uninitialized_memory", False)
         if hasattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"):
