@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lockstep.backends import Pieces, flat
 from lockstep.backends.torch import plain_errors, torch_device
-from lockstep.backends.torch.session import start_thread, use_settings_of_modules
+from lockstep.backends.torch.session import start_thread, use_tf32
 from lockstep.core.device import Device
 from lockstep.core.errors import RunError
 from lockstep.core.layout import Array, Layout, sha256_of
@@ -51,7 +51,8 @@ class ModuleReplica:
         self.module = part_of_module(spec, part).to(self._device)
         if spec.channels_last:
             self.module = self.module.to(memory_format=torch.channels_last)
-        use_settings_of_modules(spec.precision, device.kind)
+        if spec.precision == "tf32":
+            use_tf32()
         module_state.load(self.module, weights)
         if state is not None:
             module_state.load(self.module, units_of(state, BUFFER))

@@ -9,7 +9,7 @@ from typing import Any, Self, cast
 
 from torch import nn
 
-from lockstep.backends.torch.session import use_settings_of_modules
+from lockstep.backends.torch.session import use_tf32
 from lockstep.config import RunConfig, settings_in
 from lockstep.core.errors import ConfigError, PeerFailure, RunError
 from lockstep.core.layout import Array, sha256_of
@@ -268,7 +268,8 @@ class Trainer:
         engine = self._engine
         engine.set_call(call)
         with engine.backend.session([engine.devices[rank] for rank in engine.local_ranks]):
-            use_settings_of_modules(self._config.precision, engine.devices[0].kind)
+            if self._config.precision == "tf32":
+                use_tf32()
             try:
                 yield
             except BaseException as problem:

@@ -1,13 +1,12 @@
 """Functions and operations of PyTorch's that are ours for a while, so that models need not change."""
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-
-REPLACED = "Warning only once for all operators"  # how PyTorch's warning begins
 
 
 class Replacement(NamedTuple):
@@ -23,7 +22,7 @@ def functions_replaced(replacements: Sequence[Replacement]) -> Iterator[None]:
     """While it is entered, these functions are ours where layers find them."""
     with ExitStack() as undo:
         for name, modules, made_of in replacements:
-            original = getattr(torch, name)
+            original = getattr(modules[0], name)
             ours = made_of(original)
             for module in modules:
                 undo.callback(setattr, module, name, original)
@@ -36,12 +35,14 @@ def operations_replaced(operations: dict[str, Callable[..., Any]], kind: str) ->
     """While it is entered, these operations, by their names in `aten`, are ours on devices of a kind: CPU or CUDA.
 
     They are replaced in PyTorch's dispatcher, where compiled code finds them, too. Ours is given what PyTorch declares,
-    below autograd, and reaches PyTorch's own by another overload. PyTorch warns of it once (`REPLACED`).
+    below autograd, and reaches PyTorch's own by another overload.
     """
     library = torch.library.Library("aten", "IMPL")
     try:
-        for name, operation in operations.items():
-            library.impl(name, operation, kind)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that a kernel is replaced
+            for name, operation in operations.items():
+                library.impl(name, operation, kind)
         yield
     finally:
         library._destroy()

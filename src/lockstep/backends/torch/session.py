@@ -13,10 +13,9 @@ import torch
 
 from lockstep.backends.malloc import freed_memory_kept
 from lockstep.backends.process_settings import one_at_a_time
-from lockstep.backends.torch.cpu_kernels import CPU_KERNELS
+from lockstep.backends.torch.cpu_kernels import cpu_kernels
 from lockstep.backends.torch.kernels.replaced import our_kernels
 from lockstep.backends.torch.large_vectors import large_vectors_kept
-from lockstep.backends.torch.replacing import REPLACED
 from lockstep.core.child_process import fork
 from lockstep.core.device import Device
 from lockstep.core.this_thread import THIS_THREAD
@@ -63,7 +62,6 @@ def deterministic_session(devices: list[Device]) -> Iterator[None]:
             undo.callback(torch._C._jit_set_profiling_mode, torch._C._jit_set_profiling_mode(False))
         undo.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # the compiler's advice: it costs bits
-        warnings.filterwarnings("ignore", message=REPLACED)  # here: ranks are threads, and filters those of the process
         # a debugging aid of deterministic mode, which costs a pass over every new tensor
         _set(undo, torch.utils.deterministic, "fill_uninitialized_memory", False)
         if hasattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"):
@@ -77,7 +75,8 @@ def deterministic_session(devices: list[Device]) -> Iterator[None]:
             enable(is_deterministic)
         if any(device.kind == "cuda" for device in devices):
             undo.enter_context(our_kernels())
-        undo.enter_context(CPU_KERNELS.session())
+        if any(device.kind == "cpu" for device in devices):
+            undo.enter_context(cpu_kernels())
         for operation in _with_precision():
             _set(undo, operation, "fp32_precision", "ieee")  # no TF32, no bfloat16 inside
         for number in {device.number for device in devices if device.kind == "cuda"}:
@@ -154,14 +153,6 @@ def cuda_survives_fork() -> bool:
     if process == 0:
         os._exit(bool(torch.cuda._is_in_bad_fork()))
     return os.waitpid(process, 0)[1] == 0
-
-
-def use_settings_of_modules(precision: str, kind: str) -> None:
-    """Until the session ends: the precision of a run, and faster functions of PyTorch on CPUs."""
-    if precision == "tf32":
-        use_tf32()
-    if kind == "cpu":
-        CPU_KERNELS.use()
 
 
 def use_tf32() -> None:

@@ -6,10 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from lockstep.backends.torch.kernels import batch_norm, hopper, layer_norm, replaced
-from lockstep.backends.torch.replacing import REPLACED
 from lockstep.backends.torch.stacked import StackedTensor
-
-pytestmark = pytest.mark.filterwarnings(f"ignore:{REPLACED}")  # a session does
 
 
 def layer_norm_fits():
