@@ -34,7 +34,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     """With `-m cuda`, as many tests at a time as there are cores, up to 14, unless -n says something else."""
     options, is_worker = config.option, hasattr(config, "workerinput")
     num_workers = min(14, (os.cpu_count() or 1) - 2)
-    if options.markexpr == "cuda" and getattr(options, "numprocesses", 0) is None and not is_worker and num_workers > 1:
+    wants_one = is_worker or options.usepdb or options.markexpr != "cuda" or getattr(options, "dist", "") != "no"
+    if not wants_one and getattr(options, "numprocesses", 0) is None and num_workers > 1:
         options.numprocesses, options.dist, options.maxschedchunk = num_workers, "load", 1
 
 

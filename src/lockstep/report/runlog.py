@@ -117,6 +117,8 @@ class RunLog:
                     self._line("done", {name: value for name, value in fields.items() if name != "history"})
                 case RunStopped():
                     self._line("stopped", {"epoch": event.epoch, "step": event.step, "reason": event.reason})
+                    if event.weights:
+                        (self.folder / "ema.safetensors").unlink(missing_ok=True)  # that of earlier weights
                     self._weights_and_curve(event.weights, event.history)
         except OSError as problem:
             why = f"{problem.strerror}. {what_to_do(problem)}, or choose another --out"

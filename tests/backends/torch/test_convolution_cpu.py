@@ -17,6 +17,7 @@ CASES = {  # images, input and output channels, kernel, stride, padding, size of
     "1 x 1, strided": (8, 256, 256, (1, 1), (2, 2), (0, 0), (7, 7)),
     "unequal": (4, 64, 128, (3, 5), (2, 1), (0, 2), (9, 6)),
     "one image": (1, 192, 192, (3, 3), (1, 1), (1, 1), (9, 9)),
+    "one image of one channel": (1, 1, 128, (3, 300), (1, 1), (0, 0), (60, 300)),
 }
 
 
@@ -94,10 +95,12 @@ OTHERS = {
     "a name": lambda conv: conv(
         channels_last(8, 64, 4, 4), channels_last(128, 64, 3, 3).requires_grad_(), padding="same"
     ),
-    "channels first": lambda conv: conv(torch.randn(8, 64, 4, 4), torch.randn(128, 64, 3, 3).requires_grad_(), None, 1),
+    "channels first": lambda conv: conv(
+        torch.randn(8, 64, 4, 4), torch.randn(128, 64, 3, 3).requires_grad_(), None, 1, 1
+    ),
     "one image without a batch": lambda conv: conv(torch.randn(64, 4, 4), torch.randn(512, 64, 3, 3).requires_grad_()),
     "double": lambda conv: conv(
-        channels_last(8, 64, 4, 4).double(), channels_last(128, 64, 3, 3).double().requires_grad_()
+        channels_last(8, 64, 4, 4).double(), channels_last(128, 64, 3, 3).double().requires_grad_(), None, 1, 1
     ),
 }
 
@@ -113,7 +116,7 @@ def test_others_are_left_to_pytorch(counted: list[int], other: str) -> None:
     assert not counted
 
 
-@pytest.mark.parametrize("wrong", [(8, 32, 4, 4), (8, 64, 1, 1), (8, 64, 4)])
+@pytest.mark.parametrize("wrong", [(8, 32, 4, 4), (32, 64, 1, 1), (8, 64, 4)])
 def test_errors_are_those_of_pytorch(wrong: tuple[int, ...]) -> None:
     weight, images, said = channels_last(256, 64, 3, 3).requires_grad_(), torch.randn(wrong), []
     images = images.to(memory_format=torch.channels_last) if images.ndim == 4 else images
@@ -135,3 +138,21 @@ def test_layers_under_autocast_are_left_to_pytorch(counted: list[int]) -> None:
         out = our_conv2d(F.conv2d)(channels_last(8, 64, 4, 4), layer.weight, layer.bias, 1, 1)
     assert out.dtype == torch.bfloat16
     assert not counted
+
+
+def test_images_of_one_line_may_have_any_order_in_memory() -> None:
+    images = torch.randn(8, 16, 64).unsqueeze(-1).permute(0, 2, 3, 1)  # channels-last and not, where a line is all
+    weight, given = channels_last(128, 64, 3, 3), torch.randn(8, 128, 1, 16)
+    found = gradient_of_weight(given, images, weight, (1, 1), (1, 1))
+    expected = torch.nn.grad.conv2d_weight(images.double(), weight.shape, given.double(), 1, 1)
+    torch.testing.assert_close(found, expected.float(), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("how", [{"stride": 0}, {"stride": (1, 1, 1)}, {"padding": ()}, {"pading": 1}], ids=str)
+def test_odd_arguments_get_the_error_of_pytorch(how: dict[str, object]) -> None:
+    weight, images, said = channels_last(256, 64, 3, 3).requires_grad_(), channels_last(8, 64, 4, 4), []
+    for conv2d in (F.conv2d, our_conv2d(F.conv2d)):
+        with pytest.raises((RuntimeError, TypeError)) as raised:
+            conv2d(images, weight, **how)
+        said.append(str(raised.value))
+    assert said[0] == said[1]

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from lockstep.backends.torch.kernels.convolution import Call, pair
 from lockstep.backends.torch.kernels.hopper import has_memory
-from lockstep.backends.torch.matrix_products import MIN_WORK, product
+from lockstep.backends.torch.matrix_products import MIN_WORK, is_plain_call, product
 
 ROWS = 2  # pixels of a shard for each output channel: with more, PyTorch's own is faster
 
@@ -22,7 +22,10 @@ def our_conv2d(original: Callable[..., Any]) -> Callable[..., Any]:
     """`torch.conv2d`, with our gradient of the weights where it fits."""
 
     def conv2d(*args: Any, **kwargs: Any) -> Tensor:
-        call = Call(*args, **kwargs)
+        try:
+            call = Call(*args, **kwargs)
+        except TypeError:  # PyTorch says it in words of its own
+            return original(*args, **kwargs)
         how = pair(call.stride), pair(call.padding)
         if call.groups == 1 and pair(call.dilation) == (1, 1) and fits(call.input, call.weight, call.bias, how):
             found: Tensor = _Convolution.apply(call.input, call.weight, call.bias, how)
@@ -36,10 +39,12 @@ def fits(images: Any, weight: Any, bias: Any, how: Any) -> bool:
     """By types, shapes and order in memory alone, which are the same for a shard on any device."""
     tensors = [images, weight] if bias is None else [images, weight, bias]
     if (
-        torch.compiler.is_compiling()
+        not is_plain_call()
         or not all(has_memory(each) and each.device.type == "cpu" and each.dtype == torch.float32 for each in tensors)
         or not images.ndim == weight.ndim == 4
-        or not all(isinstance(number, int) for both in how for number in both)  # and no name
+        or not all(type(number) is int for both in how for number in both)  # and no name
+        or not all(len(both) == 2 for both in how)
+        or min(how[0]) < 1
         or not all(each.is_contiguous(memory_format=torch.channels_last) for each in (images, weight))
         or not weight.requires_grad
         or torch.is_autocast_enabled("cpu")
@@ -88,7 +93,7 @@ def gradient_of_weight(
 ) -> Tensor:
     """(output channels, pixels) x (pixels, taps and input channels): channels-last, as the weights are."""
     num_out, num_in, *taps = weight.shape
-    padded = F.pad(images.permute(0, 2, 3, 1), (0, 0, padding[1], padding[1], padding[0], padding[0]))
+    padded = F.pad(images.permute(0, 2, 3, 1), (0, 0, padding[1], padding[1], padding[0], padding[0])).contiguous()
     of_image, of_line, of_pixel, _ = padded.stride()
     lines, columns = gradient.shape[2:]
     windows = padded.as_strided(
@@ -96,5 +101,6 @@ def gradient_of_weight(
         (of_image, of_line * stride[0], of_pixel * stride[1], of_line, of_pixel, 1),
     )
     rows = gradient.permute(0, 2, 3, 1).reshape(-1, num_out)
-    found = product(rows.t(), windows.reshape(len(rows), -1))
+    unrolled = windows.reshape(len(rows), -1).contiguous()  # of one image, it may be a view whose rows overlap
+    found = product(rows.t(), unrolled)
     return found.view(num_out, *taps, num_in).permute(0, 3, 1, 2)

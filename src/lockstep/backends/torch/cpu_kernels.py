@@ -11,7 +11,10 @@ from lockstep.backends.torch.linear_cpu import our_linear
 from lockstep.backends.torch.matrix_products import multiplies_with_onednn
 from lockstep.backends.torch.replacing import Replacement, functions_replaced
 
-FUNCTIONS = (Replacement("linear", (F,), our_linear), Replacement("conv2d", (torch, F), our_conv2d))
+FUNCTIONS = (
+    Replacement("linear", (F, torch._C._nn), our_linear),  # stages that were traced call the second
+    Replacement("conv2d", (torch, F), our_conv2d),
+)
 
 
 @contextmanager

@@ -25,6 +25,16 @@ def multiplies_with_onednn() -> bool:
     )
 
 
+def is_plain_call() -> bool:
+    """Whether a function is called as it stands, and neither compiled, traced nor transformed (`torch.func`)."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or torch._C._are_functorch_transforms_active()
+        or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     """That of two matrices, whose rows or columns are contiguous."""
     found: Tensor = torch.ops.mkldnn._linear_pointwise(left, right.t(), bias, "none", [], "")

@@ -22,11 +22,11 @@ def functions_replaced(replacements: Sequence[Replacement]) -> Iterator[None]:
     """While it is entered, these functions are ours where layers find them."""
     with ExitStack() as undo:
         for name, modules, made_of in replacements:
-            original = getattr(modules[0], name)
-            ours = made_of(original)
+            made: dict[Any, Any] = {}  # one for all modules, unless somebody else has replaced it in one of them
             for module in modules:
+                original = getattr(module, name)
                 undo.callback(setattr, module, name, original)
-                setattr(module, name, ours)
+                setattr(module, name, made.setdefault(original, made_of(original)))
         yield
 
 
