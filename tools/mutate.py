@@ -694,6 +694,22 @@ BREAKS = [
     ),
     Break(
         "same bits",
+        "ranks that multiply with different libraries are not told apart",
+        "backends/torch/kernel_choice.py",
+        '"oneDNN" if multiplies_with_onednn() else',
+        '"oneDNN" if False else',
+        "tests/backends/torch/test_linear_cpu.py -k compare",
+    ),
+    Break(
+        "nothing lost",
+        "an average stays beside the weights of a later epoch",
+        "report/runlog.py",
+        "                    if event.weights:\n",
+        "                    if False:\n",
+        "tests/report/test_runlog.py -k average",
+    ),
+    Break(
+        "same bits",
         "stages that were traced multiply with another library than the whole module",
         "backends/torch/cpu_kernels.py",
         "(F, torch._C._nn), our_linear",

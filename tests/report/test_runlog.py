@@ -285,6 +285,17 @@ def test_a_run_that_stops_writes_its_curve_and_weights(tmp_path, make_started, m
     }
 
 
+@pytest.mark.parametrize(("num_epochs", "is_kept"), [(0, True), (1, False)])
+def test_an_average_of_other_weights_than_those_beside_it_is_removed(
+    tmp_path, make_started, make_stopped, num_epochs, is_kept
+):
+    log, average = RunLog(tmp_path), tmp_path / "ema.safetensors"
+    log.write(make_started())
+    average.write_bytes(b"of the weights before")
+    log.write(make_stopped(num_epochs))  # with new weights, where an epoch was finished
+    assert average.exists() is is_kept
+
+
 def test_a_run_that_stops_in_its_first_epoch_has_no_weights(tmp_path, make_started, make_stopped):
     log = RunLog(tmp_path)
     log.write(make_started())

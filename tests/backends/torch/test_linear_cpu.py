@@ -1,5 +1,6 @@
 """Linear layers on CPUs: PyTorch's numbers, PyTorch's own function where ours is not for, and nothing left behind."""
 
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -14,6 +15,8 @@ from lockstep.backends import load_backend  # noqa: E402
 from lockstep.backends.torch import cpu_kernels, linear_cpu, matrix_products  # noqa: E402
 from lockstep.backends.torch.linear_cpu import our_linear  # noqa: E402
 from lockstep.core.device import Device  # noqa: E402
+
+kernel_choice = sys.modules["lockstep.backends.torch.kernel_choice"]  # in its package, the name is the function's
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch has no oneDNN here")
 
@@ -247,3 +250,12 @@ def test_stages_take_as_many_of_them_as_the_whole(monkeypatch: pytest.MonkeyPatc
     assert len(hashes) == 1
     assert len(numbers) == 1
     assert numbers.pop() >= 2 * 4 * 2 * 9  # epochs, shards, steps; three layers, forward and both gradients
+
+
+@pytest.mark.parametrize(("pays", "library"), [(True, "oneDNN"), (False, "PyTorch's")])
+def test_the_library_is_among_what_ranks_and_checkpoints_compare(
+    monkeypatch: pytest.MonkeyPatch, pays: bool, library: str
+) -> None:
+    monkeypatch.setattr(kernel_choice, "multiplies_with_onednn", lambda: pays)
+    found = kernel_choice.kernel_choice.__wrapped__(Device("cpu:0"))
+    assert found["library for large matrix products"] == library

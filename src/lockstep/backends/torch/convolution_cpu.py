@@ -22,6 +22,8 @@ def our_conv2d(original: Callable[..., Any]) -> Callable[..., Any]:
     """`torch.conv2d`, with our gradient of the weights where it fits."""
 
     def conv2d(*args: Any, **kwargs: Any) -> Tensor:
+        if torch.compiler.is_compiling() or len(args) < 2 or not _may_fit(args[1]):
+            return original(*args, **kwargs)
         try:
             call = Call(*args, **kwargs)
         except TypeError:  # PyTorch says it in words of its own
@@ -33,6 +35,11 @@ def our_conv2d(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(*args, **kwargs)
 
     return conv2d
+
+
+def _may_fit(weight: Any) -> bool:
+    """Whether there are images that `fits` could take; small layers are many, and have to be told apart at once."""
+    return isinstance(weight, Tensor) and weight.ndim == 4 and ROWS * len(weight) * weight.numel() >= MIN_WORK
 
 
 def fits(images: Any, weight: Any, bias: Any, how: Any) -> bool:

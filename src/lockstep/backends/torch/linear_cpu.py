@@ -30,13 +30,15 @@ def our_linear(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def fits(rows: Any, weight: Any, bias: Any = None) -> bool:
     """By types, shapes and order in memory alone, which are the same for a shard on any device."""
+    if torch.compiler.is_compiling() or not (isinstance(rows, Tensor) and isinstance(weight, Tensor)):
+        return False
+    if weight.ndim != 2 or rows.numel() * len(weight) < MIN_WORK:  # first: small layers are many
+        return False
     tensors = [rows, weight] if bias is None else [rows, weight, bias]
     return (
         is_plain_call()
         and all(map(has_memory, tensors))
         and rows.ndim >= 2
-        and weight.ndim == 2
-        and rows.numel() * len(weight) >= MIN_WORK
         and min(weight.shape) >= MIN_WIDTH
         and rows.numel() > rows.shape[-1]
         and all(each.device.type == "cpu" and each.dtype == torch.float32 for each in tensors)
