@@ -22,7 +22,7 @@ def our_conv2d(original: Callable[..., Any]) -> Callable[..., Any]:
     """`torch.conv2d`, with our gradient of the weights where it fits."""
 
     def conv2d(*args: Any, **kwargs: Any) -> Tensor:
-        if torch.compiler.is_compiling() or len(args) < 2 or not _may_fit(args[1]):
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or len(args) < 2 or not _may_fit(args[1]):
             return original(*args, **kwargs)
         try:
             call = Call(*args, **kwargs)

@@ -30,7 +30,9 @@ def our_linear(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def fits(rows: Any, weight: Any, bias: Any = None) -> bool:
     """By types, shapes and order in memory alone, which are the same for a shard on any device."""
-    if torch.compiler.is_compiling() or not (isinstance(rows, Tensor) and isinstance(weight, Tensor)):
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    if not (isinstance(rows, Tensor) and isinstance(weight, Tensor)):
         return False
     if weight.ndim != 2 or rows.numel() * len(weight) < MIN_WORK:  # first: small layers are many
         return False
